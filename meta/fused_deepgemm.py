@@ -1,0 +1,70 @@
+"""Contract of moe::fused_deepgemm: every argument of the layer, checked once before the first stage."""
+
+from moe_ops import check
+from moe_ops.meta.grouped_gemm import check_weight
+from moe_ops.meta.post_permute import check_weights
+from moe_ops.meta.pre_permute import check_tokens
+from moe_ops.meta.silu_and_quant import check_activation, check_bias
+from moe_ops.recipes import get_recipe
+from moe_ops.rows import LAYOUTS
+
+
+def fused_deepgemm(
+    *,
+    hidden_states,
+    topk_weights,
+    topk_ids,
+    w13,
+    w13_scale,
+    w2,
+    w2_scale,
+    recipe,
+    layout,
+    w13_bias,
+    w2_bias,
+    activation,
+    swiglu_limit,
+    gemm1_alpha,
+    gemm1_clamp_limit,
+    expert_start,
+    num_experts,
+) -> dict:
+    """The sizes of the layer, by the names that every stage's schema ends with (workspace.LAYER_SCHEMA)."""
+    op = "fused_deepgemm"
+    row = get_recipe(op, recipe)
+    check.one_of(op, "layout", layout, LAYOUTS)
+    check_tokens(op, hidden_states, topk_ids)
+    T, K = hidden_states.shape
+    top_k = topk_ids.shape[1]
+    check_weights(op, topk_weights, T, top_k)
+    for name, w in (("w13", w13), ("w2", w2)):
+        check.value(w.dim() == 3, op, name, "of 3 axes (E, N, K)", lambda w=w: tuple(w.shape), "Stack the experts.")
+    E, I = w13.shape[0], w2.shape[2] * row.w_pack
+    of_w13 = check_weight(op, "w13", w13, w13_scale, (E, 2 * I, K), "(E, 2 I, K)", row)
+    of_w2 = check_weight(op, "w2", w2, w2_scale, (E, K, I), "(E, K, I)", row)
+    fix = "Prepare both with one call of moe_ops.prepare_weights."
+    check.value(of_w13 == of_w2, op, "w2_scale", f"in the scale format of w13_scale, {of_w13}", of_w2, fix)
+    check_bias(op, "w13_bias", w13_bias, 2 * I, E)
+    check_bias(op, "w2_bias", w2_bias, K, E)
+    check_activation(op, activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit)
+    check.value(expert_start >= 0, op, "expert_start", "at least 0", expert_start, "It is this rank's first expert id.")
+    check.value(
+        num_experts == -1 or expert_start + E <= num_experts,
+        op,
+        "num_experts",
+        f"at least expert_start + E = {expert_start + E}, or -1",
+        num_experts,
+        "It counts the experts of all ranks.",
+    )
+    check.same_device(
+        op,
+        hidden_states.device,
+        topk_weights=topk_weights,
+        w13=w13,
+        w13_scale=w13_scale,
+        w2=w2,
+        w2_scale=w2_scale,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+    )
+    return dict(T=T, top_k=top_k, E=E, K=K, I=I, recipe=recipe, scale_format=of_w13, layout=layout)

@@ -1,0 +1,47 @@
+"""moe_ops: the DeepGEMM mixture-of-experts forward as torch.library ops. See README.md."""
+
+import os as _os
+
+# In a source checkout the contracts and stand-ins lie beside this folder; in a wheel, inside it.
+_root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
+if not _os.path.isdir(_os.path.join(__path__[0], "meta")) and _os.path.isfile(
+    _os.path.join(_root, "meta", "__init__.py")
+):
+    __path__.append(_root)
+
+from moe_ops.forward import fused_deepgemm  # noqa: E402
+from moe_ops.layer import MoELayer  # noqa: E402
+from moe_ops.ops import (  # noqa: E402
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+    pack_scale,
+    post_permute,
+    pre_permute_contiguous,
+    pre_permute_masked,
+    quantize,
+    silu_and_quant_contiguous,
+    silu_and_quant_masked,
+    topk,
+)
+from moe_ops.planner import BufferPlan, plan  # noqa: E402
+from moe_ops.prep import MoEWeights, prepare_weights  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "BufferPlan",
+    "MoELayer",
+    "MoEWeights",
+    "fused_deepgemm",
+    "grouped_gemm_contiguous",
+    "grouped_gemm_masked",
+    "pack_scale",
+    "plan",
+    "post_permute",
+    "pre_permute_contiguous",
+    "pre_permute_masked",
+    "prepare_weights",
+    "quantize",
+    "silu_and_quant_contiguous",
+    "silu_and_quant_masked",
+    "topk",
+]

@@ -1,0 +1,105 @@
+"""Checks that explain themselves: op, argument, rule, value got, what to do.
+
+Each runs on real tensors, on fake ones while a graph is traced, and on symbolic sizes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_ops.spec import TensorSpec
+
+_ADDRESS = 64  # bytes: what torch's CPU allocator aligns to (its CUDA allocator: 512)
+
+
+def sentence(op: str, argument: str, rule: str, got: object, fix: str) -> str:
+    return f"{op}: {argument} must be {rule}; got {got}. {fix}"
+
+
+def value(ok, op: str, argument: str, rule: str, got: object, fix: str) -> None:
+    """ValueError unless `ok` (a bool, or a symbolic one while tracing)."""
+    torch._check_value(ok, lambda: sentence(op, argument, rule, got() if callable(got) else got, fix))
+
+
+def dtype(op: str, argument: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype], fix: str) -> None:
+    """TypeError unless the tensor has one of the allowed dtypes."""
+    torch._check_type(
+        tensor.dtype in allowed,
+        lambda: sentence(op, argument, " or ".join(map(_short, allowed)), _short(tensor.dtype), fix),
+    )
+
+
+def shape(op: str, argument: str, tensor: torch.Tensor, want: Sequence, letters: str, fix: str) -> None:
+    """ValueError unless the tensor has this shape; None in `want` stands for any size. `letters` names the axes."""
+    rule = f"of shape {letters} = {_sizes(want)}"
+    got = lambda: _sizes(tensor.shape)  # noqa: E731
+    value(tensor.dim() == len(want), op, argument, rule, got, fix)
+    for size, wanted in zip(tensor.shape, want, strict=True):
+        if wanted is not None:
+            value(size == wanted, op, argument, rule, got, fix)
+
+
+def multiple(op: str, argument: str, size, of: int, fix: str) -> None:
+    """ValueError unless `size` is a multiple of `of`."""
+    value(size % of == 0, op, argument, f"a multiple of {of}", size, fix)
+
+
+def one_of(op: str, argument: str, got: object, allowed: Sequence, fix: str = "Choose one of them.") -> None:
+    """ValueError unless `got` is one of the allowed values."""
+    value(got in allowed, op, argument, "one of " + ", ".join(map(str, allowed)), repr(got), fix)
+
+
+def same_device(op: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """ValueError unless every tensor that is given lives on `device`."""
+    for argument, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            value(False, op, argument, f"on {device}", tensor.device, f"Move it with .to('{device}').")
+
+
+def layout(op: str, argument: str, tensor: torch.Tensor, spec: TensorSpec, kind: str, fix: str) -> None:
+    """ValueError unless the strides are the spec's. Axes of size 1 have no stride worth comparing.
+
+    Skipped while sizes are symbolic: the kernel checks again with the real ones.
+    """
+    if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), *spec.stride)):
+        return
+    if tensor.numel() == 0:
+        return
+    same = all(
+        got == want for size, got, want in zip(tensor.shape, tensor.stride(), spec.stride, strict=True) if size > 1
+    )
+    value(same, op, argument, f"{kind}, strides {spec.stride}", tuple(tensor.stride()), fix)
+
+
+def no_scale(op: str, argument: str, scale: torch.Tensor | None, recipe: str) -> None:
+    """ValueError if a recipe without scales is given one (an empty tensor counts as none)."""
+    if scale is not None:
+        value(scale.numel() == 0, op, argument, f"None for recipe {recipe}", lambda: _sizes(scale.shape), "Drop it.")
+
+
+def given(op: str, argument: str, tensor: torch.Tensor | None, reason: str) -> torch.Tensor:
+    """The tensor, or ValueError if there is none."""
+    value(tensor is not None, op, argument, f"given {reason}", None, "Pass it.")
+    assert tensor is not None
+    return tensor
+
+
+def workspace(op: str, ws: torch.Tensor, needed, *, traced: bool = False) -> None:
+    """A workspace is flat, contiguous uint8, long enough, and aligned (a traced one has no address to look at)."""
+    dtype(op, "workspace", ws, (torch.uint8,), "Allocate torch.empty(bytes, dtype=torch.uint8).")
+    flat = ws.dim() == 1 and ws.is_contiguous()
+    value(flat, op, "workspace", "flat and contiguous", lambda: _sizes(ws.shape), "Use one flat tensor.")
+    fix = "Size it by moe_ops.plan(...).workspace_bytes for the largest T."
+    value(ws.numel() >= needed, op, "workspace", f"at least {needed} bytes", lambda: ws.numel(), fix)
+    if not traced:
+        offset = ws.data_ptr() % _ADDRESS
+        rule = f"at an address divisible by {_ADDRESS}"
+        value(offset == 0, op, "workspace", rule, f"remainder {offset}", "Pass a tensor of its own, not a slice.")
+
+
+def _short(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def _sizes(sizes: Sequence) -> str:
+    return "(" + ", ".join("any" if size is None else str(size) for size in sizes) + ")"

@@ -1,0 +1,168 @@
+"""moe::fused_deepgemm: the expert layer, one line a stage.
+
+To Dynamo and torch.export it is one node; AOTAutograd and Inductor see the stages. Between them they touch one flat
+workspace and nothing else, so eager and compiled alike make two allocations (workspace and result) and no copy.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_ops import check
+from moe_ops import ops as _stages  # noqa: F401  registers moe::*_ws
+from moe_ops.meta import fused_deepgemm as contract
+from moe_ops.planner import Layer, plan_layer, workspace_bytes
+from moe_ops.registry import define_composite
+from moe_ops.rows import ceil_div
+
+
+def _forward(
+    *,
+    hidden_states,
+    topk_weights,
+    topk_ids,
+    w13,
+    w13_scale,
+    w2,
+    w2_scale,
+    w13_bias,
+    w2_bias,
+    activation,
+    swiglu_limit,
+    gemm1_alpha,
+    gemm1_clamp_limit,
+    routed_scaling_factor,
+    expert_start,
+    num_experts,
+    backend,
+    workspace,
+    **rest,
+) -> Tensor:
+    sizes = contract.fused_deepgemm(
+        hidden_states=hidden_states,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        w13=w13,
+        w13_scale=w13_scale,
+        w2=w2,
+        w2_scale=w2_scale,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+        activation=activation,
+        swiglu_limit=swiglu_limit,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_clamp_limit=gemm1_clamp_limit,
+        expert_start=expert_start,
+        num_experts=num_experts,
+        **rest,
+    )
+    ws = _workspace(workspace, hidden_states, Layer(**sizes))
+    experts = sizes["E"] if num_experts == -1 else num_experts
+    hint = ceil_div(sizes["T"] * sizes["top_k"], experts)  # mean rows an expert
+    formula = (activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit)
+    scaling = (expert_start, routed_scaling_factor, hidden_states.dtype)
+    tail = (backend, *sizes.values())
+    moe = torch.ops.moe
+    moe.pre_permute_ws(ws, hidden_states, topk_ids, expert_start, *tail)
+    moe.grouped_gemm_ws(ws, w13, w13_scale, "gemm1", hint, *tail)
+    moe.silu_and_quant_ws(ws, w13_bias, *formula, *tail)
+    moe.grouped_gemm_ws(ws, w2, w2_scale, "gemm2", hint, *tail)
+    return moe.post_permute_ws(ws, topk_weights, topk_ids, w2_bias, *scaling, *tail)
+
+
+def _workspace(workspace: Tensor | None, hidden_states: Tensor, layer: Layer) -> Tensor:
+    """The caller's arena if there is one, else a fresh one. Stages check it again, its address included."""
+    if isinstance(layer.T, int):
+        needed = plan_layer(layer).total_bytes
+    else:  # traced: the layout is decided when the graph runs, so there must be room for either
+        needed = workspace_bytes(layer)
+    if workspace is None:
+        return hidden_states.new_empty((needed,), dtype=torch.uint8)
+    check.workspace("fused_deepgemm", workspace, needed, traced=True)
+    check.same_device("fused_deepgemm", hidden_states.device, workspace=workspace)
+    return workspace
+
+
+define_composite(
+    "fused_deepgemm",
+    "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor? w13_scale, Tensor w2, "
+    'Tensor? w2_scale, *, str recipe, str layout="auto", Tensor? w13_bias=None, Tensor? w2_bias=None, '
+    'str activation="silu", float? swiglu_limit=None, float? gemm1_alpha=None, float? gemm1_clamp_limit=None, '
+    "float routed_scaling_factor=1.0, int expert_start=0, int num_experts=-1, "
+    'str backend="auto", Tensor(a!)? workspace=None) -> Tensor',
+    _forward,
+)
+
+
+def fused_deepgemm(
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    *,
+    recipe: str,
+    layout: str = "auto",
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    gemm1_alpha: float | None = None,
+    gemm1_clamp_limit: float | None = None,
+    routed_scaling_factor: float = 1.0,
+    expert_start: int = 0,
+    num_experts: int = -1,
+    backend: str = "auto",
+    workspace: Tensor | None = None,
+) -> Tensor:
+    """The routed experts of one MoE layer: out[t] = rsf * sum_j weight[t, j] * expert_{id[t, j]}(hidden_states[t]).
+
+    expert(x) = w2 @ act(w13 @ x + w13_bias) + w2_bias, with x and act quantised as the recipe says. No host sync on a
+    GPU kernel's path, no data-dependent shape, inputs are never written or freed, and the same inputs give the same
+    bits on every run.
+
+    Args:
+        hidden_states: (T, K) bf16, fp16 or fp32.
+        topk_weights, topk_ids: (T, top_k) float and int32 / int64, from moe::topk or the model's own router.
+            Ids outside this rank's range, -1 among them, contribute nothing.
+        w13, w13_scale: (E, 2 I, K) prepared weights, gate rows over up rows, and their scales (prepare_weights).
+        w2, w2_scale: (E, K, I) prepared weights and their scales.
+        recipe: bf16, fp8_block, mxfp8 or mxfp4.
+        layout: contiguous, masked, or auto (by T: rows.MASKED_TOKENS). On the CPU they give the same bits.
+        w13_bias, w2_bias: (E, 2 I) and (E, K) float.
+        activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit: the formula; see silu_and_quant_contiguous.
+        routed_scaling_factor: multiplies the sum, once, here. Do not also scale topk_weights.
+        expert_start, num_experts: this rank holds experts [expert_start, expert_start + E) of num_experts (-1: E).
+        backend: auto, or one by name, which raises where it cannot run.
+        workspace: flat uint8 scratch memory to use instead of a fresh one, at least plan(...).total_bytes long
+            (plan(...).workspace_bytes serves every smaller T too). Its contents mean nothing, before and after.
+
+    Returns:
+        (T, K) in the dtype of hidden_states, in memory of its own.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the sentence names it. RuntimeError: gradients are wanted.
+    """
+    return torch.ops.moe.fused_deepgemm(
+        hidden_states,
+        topk_weights,
+        topk_ids,
+        w13,
+        w13_scale,
+        w2,
+        w2_scale,
+        recipe=recipe,
+        layout=layout,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
+        activation=activation,
+        swiglu_limit=swiglu_limit,
+        gemm1_alpha=gemm1_alpha,
+        gemm1_clamp_limit=gemm1_clamp_limit,
+        routed_scaling_factor=routed_scaling_factor,
+        expert_start=expert_start,
+        num_experts=num_experts,
+        backend=backend,
+        workspace=workspace,
+    )

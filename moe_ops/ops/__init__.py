@@ -1,0 +1,22 @@
+"""The ops: one file per verb, each with its public functions and their registration. Importing this registers all."""
+
+from moe_ops.ops.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
+from moe_ops.ops.pack_scale import pack_scale
+from moe_ops.ops.post_permute import post_permute
+from moe_ops.ops.pre_permute import pre_permute_contiguous, pre_permute_masked
+from moe_ops.ops.quantize import quantize
+from moe_ops.ops.silu_and_quant import silu_and_quant_contiguous, silu_and_quant_masked
+from moe_ops.ops.topk import topk
+
+__all__ = [
+    "grouped_gemm_contiguous",
+    "grouped_gemm_masked",
+    "pack_scale",
+    "post_permute",
+    "pre_permute_contiguous",
+    "pre_permute_masked",
+    "quantize",
+    "silu_and_quant_contiguous",
+    "silu_and_quant_masked",
+    "topk",
+]

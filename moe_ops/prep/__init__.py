@@ -1,0 +1,6 @@
+"""Weights, once, at load: from what a checkpoint holds to what the grouped GEMMs read."""
+
+from moe_ops.prep.prepare import prepare_weights
+from moe_ops.prep.weights import MoEWeights
+
+__all__ = ["MoEWeights", "prepare_weights"]

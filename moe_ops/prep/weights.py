@@ -1,0 +1,65 @@
+"""MoEWeights: the prepared experts of one layer, with what they were prepared for."""
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from moe_ops import check
+from moe_ops.meta.grouped_gemm import check_weight
+from moe_ops.meta.silu_and_quant import check_bias
+from moe_ops.recipes import get_recipe
+
+
+@dataclass(frozen=True, eq=False)
+class MoEWeights:
+    """Prepared experts. Checked on creation, so that an error shows at load and not in the first forward."""
+
+    w13: Tensor
+    """(E, 2 I, K), gate rows over up rows; (E, 2 I, K / 2) int8 for mxfp4."""
+    w13_scale: Tensor | None
+    """(E, 2 I / 128, K / 128) fp32, or UE8M0 (E, 2 I, words) int32 MN-major; None for bf16."""
+    w2: Tensor
+    """(E, K, I); (E, K, I / 2) int8 for mxfp4."""
+    w2_scale: Tensor | None
+    recipe: str
+    scale_format: str
+    """none, fp32 or ue8m0: of the weights, and so of the activations that meet them."""
+    w13_bias: Tensor | None = None
+    """(E, 2 I) float."""
+    w2_bias: Tensor | None = None
+    """(E, K) float."""
+
+    def __post_init__(self) -> None:
+        op = "MoEWeights"
+        row = get_recipe(op, self.recipe, self.scale_format)
+        for name in ("w13", "w2"):
+            got = getattr(self, name).dim()
+            check.value(got == 3, op, name, "of 3 axes (E, N, K)", f"{got} axes", "Stack the experts.")
+        E, I, K = self.E, self.I, self.K
+        for name, shape, letters in (("w13", (E, 2 * I, K), "(E, 2 I, K)"), ("w2", (E, K, I), "(E, K, I)")):
+            got = check_weight(op, name, getattr(self, name), getattr(self, f"{name}_scale"), shape, letters, row)
+            fix = "Use moe_ops.prepare_weights."
+            check.value(got == self.scale_format, op, f"{name}_scale", f"in format {self.scale_format}", got, fix)
+        check_bias(op, "w13_bias", self.w13_bias, 2 * I, E)
+        check_bias(op, "w2_bias", self.w2_bias, K, E)
+        check.same_device(op, self.w13.device, **self.tensors())
+
+    @property
+    def E(self) -> int:
+        """Experts."""
+        return self.w13.shape[0]
+
+    @property
+    def K(self) -> int:
+        """Hidden size."""
+        return self.w2.shape[1]
+
+    @property
+    def I(self) -> int:
+        """Intermediate size."""
+        return self.w13.shape[1] // 2
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The tensor fields, by the names that moe::fused_deepgemm gives them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is None or isinstance(value, Tensor)}

@@ -1,0 +1,29 @@
+"""What the `_ws` stages share: the sizes in their schemas, and the way from a flat workspace to named tensors."""
+
+import torch
+
+from moe_ops.planner import BufferPlan, Layer, plan_layer
+
+LAYER_SCHEMA = "SymInt T, int top_k, int E, int K, int I, str recipe, str scale_format, str layout"
+"""Ends the schema of every stage. `layout` may be auto: the kernel decides from the concrete T."""
+
+
+class Stage:
+    """One stage's view of the workspace: `stage["x_q"]` is a buffer of the plan, `stage.layer` its sizes."""
+
+    def __init__(self, op: str, ws: torch.Tensor, **sizes):
+        self.plan: BufferPlan = plan_layer(Layer(**sizes))
+        self.layer = self.plan.layer
+        self._views = self.plan.carve(op, ws)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._views[name]
+
+    @property
+    def contiguous(self) -> bool:
+        return self.layer.layout == "contiguous"
+
+    def row_map(self) -> dict[str, torch.Tensor]:
+        """The argument that says which rows are whose: m_indices or masked_m."""
+        name = "m_indices" if self.contiguous else "masked_m"
+        return {name: self._views[name]}

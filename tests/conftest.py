@@ -1,0 +1,21 @@
+"""Every test starts from a seed and from poisoned memory; markers skip with a reason."""
+
+import pytest
+import torch
+
+from moe_ops.testing import poisoned_memory
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_poisoned():
+    torch.manual_seed(0)
+    with poisoned_memory():
+        yield
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA card; its CPU twin runs the same cases"))
