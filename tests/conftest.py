@@ -5,6 +5,8 @@ import torch
 
 from moe_ops.testing import poisoned_memory
 
+torch.set_num_threads(1)  # workers share the cores; OpenMP teams that wait for one another take 20 times longer
+
 
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned():

@@ -80,12 +80,12 @@ class LayerCase:
         weights = prepare_weights(w13, w2, recipe=self.recipe, scale_format=self.scale_format, **biases)
         return (x, *random_routing(self.T, self.E, self.top_k, self.distribution, generator)), weights
 
-    def run(self, inputs, weights: MoEWeights, **more) -> Tensor:
+    def run(self, inputs: tuple[Tensor, Tensor, Tensor], weights: MoEWeights, **more) -> Tensor:
         """The op under test."""
         arguments = {"layout": self.layout, "recipe": self.recipe, **self.attributes, **more}
         return torch.ops.moe.fused_deepgemm(*inputs, **weights.tensors(), **arguments)
 
-    def judge(self, inputs, weights: MoEWeights, **more) -> Tensor:
+    def judge(self, inputs: tuple[Tensor, Tensor, Tensor], weights: MoEWeights, **more) -> Tensor:
         """The judge on the same weights, dequantised by their format's definition."""
         row = get_recipe("judge", self.recipe)
         w13 = decode_weight(weights.w13, weights.w13_scale, row)
