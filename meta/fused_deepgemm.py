@@ -1,6 +1,7 @@
 """Contract of moe::fused_deepgemm: every argument of the layer, checked once before the first stage."""
 
 from moe_ops import check
+from moe_ops.backends import BACKENDS
 from moe_ops.meta.grouped_gemm import check_weight
 from moe_ops.meta.post_permute import check_weights
 from moe_ops.meta.pre_permute import check_tokens
@@ -28,11 +29,13 @@ def fused_deepgemm(
     gemm1_clamp_limit,
     expert_start,
     num_experts,
+    backend,
 ) -> dict:
     """The sizes of the layer, by the names that every stage's schema ends with (workspace.LAYER_SCHEMA)."""
     op = "fused_deepgemm"
     row = get_recipe(op, recipe)
     check.one_of(op, "layout", layout, LAYOUTS)
+    check.one_of(op, "backend", backend, BACKENDS)
     check_tokens(op, hidden_states, topk_ids)
     T, K = hidden_states.shape
     top_k = topk_ids.shape[1]
@@ -44,8 +47,8 @@ def fused_deepgemm(
     of_w2 = check_weight(op, "w2", w2, w2_scale, (E, K, I), "(E, K, I)", row)
     fix = "Prepare both with one call of moe_ops.prepare_weights."
     check.value(of_w13 == of_w2, op, "w2_scale", f"in the scale format of w13_scale, {of_w13}", of_w2, fix)
-    check_bias(op, "w13_bias", w13_bias, 2 * I, E)
-    check_bias(op, "w2_bias", w2_bias, K, E)
+    check_bias(op, "w13_bias", w13_bias, (E, 2 * I), "(E, 2 I)")
+    check_bias(op, "w2_bias", w2_bias, (E, K), "(E, K)")
     check_activation(op, activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit)
     check.value(expert_start >= 0, op, "expert_start", "at least 0", expert_start, "It is this rank's first expert id.")
     check.value(

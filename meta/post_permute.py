@@ -3,6 +3,7 @@
 import torch
 
 from moe_ops import check
+from moe_ops.meta.pre_permute import IDS
 from moe_ops.meta.silu_and_quant import check_bias
 from moe_ops.recipes import FLOATS
 from moe_ops.spec import TensorSpec
@@ -39,10 +40,11 @@ def post_permute(
     K = rows.shape[-1]
     if topk_weights is not None:
         check_weights(op, topk_weights, T, top_k)
-    check_bias(op, "bias", bias, K)
+    check_bias(op, "bias", bias, (None, K), "(E, K)")
     if bias is not None:
         topk_ids = check.given(op, "topk_ids", topk_ids, "beside bias")
         check.shape(op, "topk_ids", topk_ids, (T, top_k), "(T, top_k)", "The ids that pre_permute was given.")
+        check.dtype(op, "topk_ids", topk_ids, IDS, "Use topk_ids.int().")
     check.one_of(op, "mode", mode, MODES)
     out_dtype = rows.dtype if dtype is None else dtype
     check.value(out_dtype in FLOATS, op, "dtype", "bfloat16, float16 or float32", out_dtype, "Choose one of them.")

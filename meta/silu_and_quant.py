@@ -73,12 +73,12 @@ def _specs(
     check.multiple(op, "2 I, the last axis of gateup,", gateup.shape[-1], 2, "Gate and up lie side by side.")
     I = gateup.shape[-1] // 2
     check.multiple(op, "I", I, row.granule, "Pad w13 and w2 with zeros: moe_ops.prepare_weights.")
-    check_bias(op, "bias", bias, gateup.shape[-1])
+    check_bias(op, "bias", bias, (gateup.shape[0] if gateup.dim() == 3 else None, 2 * I), "(E, 2 I)")
     check.same_device(op, gateup.device, bias=bias, **rows)
     return row_specs(*gateup.shape[:-1], I, recipe=row, scale_format=scale_format)
 
 
-def check_bias(op: str, name: str, bias, N, E=None) -> None:
+def check_bias(op: str, name: str, bias, shape: tuple, letters: str) -> None:
     if bias is not None:
-        check.shape(op, name, bias, (E, N), f"({'E' if E is None else E}, {N})", "One row per local expert.")
+        check.shape(op, name, bias, shape, letters, "One row per local expert.")
         check.dtype(op, name, bias, FLOATS, "Cast it first.")

@@ -68,7 +68,14 @@ def topk(
             "It counts the real rows at the front.",
         )
         check.dtype(op, "num_token_non_padded", num_token_non_padded, (torch.int32, torch.int64), "Cast it first.")
-    check.same_device(op, logits.device, bias=bias, hash_table=hash_table, token_ids=token_ids)
+    check.same_device(
+        op,
+        logits.device,
+        bias=bias,
+        hash_table=hash_table,
+        token_ids=token_ids,
+        num_token_non_padded=num_token_non_padded,
+    )
     return topk_specs(T, top_k + num_shared)
 
 

@@ -53,6 +53,7 @@ def _forward(
         gemm1_clamp_limit=gemm1_clamp_limit,
         expert_start=expert_start,
         num_experts=num_experts,
+        backend=backend,
         **rest,
     )
     ws = _workspace(workspace, hidden_states, Layer(**sizes))

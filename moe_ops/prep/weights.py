@@ -40,8 +40,8 @@ class MoEWeights:
             got = check_weight(op, name, getattr(self, name), getattr(self, f"{name}_scale"), shape, letters, row)
             fix = "Use moe_ops.prepare_weights."
             check.value(got == self.scale_format, op, f"{name}_scale", f"in format {self.scale_format}", got, fix)
-        check_bias(op, "w13_bias", self.w13_bias, 2 * I, E)
-        check_bias(op, "w2_bias", self.w2_bias, K, E)
+        check_bias(op, "w13_bias", self.w13_bias, (E, 2 * I), "(E, 2 I)")
+        check_bias(op, "w2_bias", self.w2_bias, (E, K), "(E, K)")
         check.same_device(op, self.w13.device, **self.tensors())
 
     @property

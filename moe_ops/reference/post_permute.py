@@ -13,7 +13,7 @@ def post_permute(
         here = (src2dst[:, route] >= 0).nonzero().flatten()
         value = flat[src2dst[here, route].long()].float()
         if bias is not None:
-            value = value + bias.float()[topk_ids[here, route].long() - expert_start]
+            value = value + bias.float()[_local(topk_ids[here, route], expert_start, len(bias))]
         if topk_weights is not None:
             value = value * topk_weights[here, route, None].float()
         if mode == "routewise":
@@ -23,3 +23,15 @@ def post_permute(
             total[here] += value
     if mode == "sum":
         out.copy_(total * routed_scaling_factor)
+
+
+def _local(ids: torch.Tensor, expert_start: int, E: int) -> torch.Tensor:
+    """Local experts of routes that have a row. An id of another rank would wrap to the wrong bias."""
+    local = ids.long() - expert_start
+    wrong = (local < 0) | (local >= E)
+    if wrong.any():
+        raise ValueError(
+            f"post_permute: topk_ids of routes with a row must be in [{expert_start}, {expert_start + E}), the experts "
+            f"of bias; got {int(ids[wrong][0])}. Pass the topk_ids and expert_start that pre_permute was given."
+        )
+    return local

@@ -42,14 +42,19 @@ def _act(gateup, expert, *, bias, recipe, scale_format, **formula):
 def gated(gate, up, *, activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit) -> torch.Tensor:
     """The gated activation. Limits bound the gate from above only, and the up half on both sides."""
     if activation == "situ":
-        bounded = gemm1_alpha * torch.tanh(gate / gemm1_alpha) * torch.sigmoid(gate)
+        bounded = gemm1_alpha * torch.tanh(gate / gemm1_alpha) * _sigmoid(gate)
         return bounded * (gemm1_clamp_limit * torch.tanh(up / gemm1_clamp_limit))
     limit = swiglu_limit if gemm1_alpha is None else gemm1_clamp_limit
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if gemm1_alpha is not None:
-        return gate * torch.sigmoid(gemm1_alpha * gate) * (up + 1.0)
-    return gate * torch.sigmoid(gate) * up
+        return gate * _sigmoid(gemm1_alpha * gate) * (up + 1.0)
+    return gate * _sigmoid(gate) * up
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Equal inputs, equal bits: torch.sigmoid rounds differently in a vector's tail, so it depends on the batch."""
+    return 1.0 / (1.0 + torch.exp(-x))
 
 
 def _put(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:

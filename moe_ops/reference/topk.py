@@ -24,10 +24,14 @@ def topk(
     num_token_non_padded,
 ) -> None:
     weights_out, ids_out = outputs
-    E = logits.shape[1]
+    T, E = logits.shape
+    real = torch.ones(T, dtype=torch.bool, device=logits.device)
+    if num_token_non_padded is not None:
+        real = torch.arange(T, device=logits.device) < num_token_non_padded.reshape(())
     scores = _scores(logits.float(), scoring, softcap)
     if hash_table is not None:
-        ids = _look_up(hash_table, token_ids, E)
+        ids = torch.zeros(T, top_k, dtype=torch.int64, device=logits.device)
+        ids[real] = _look_up(hash_table, token_ids, real, E)
     else:
         keys = scores if bias is None else scores + bias.float()
         keys = keys.masked_fill(logits.isnan() | keys.isnan(), float("-inf"))
@@ -45,10 +49,8 @@ def topk(
     # A shared expert counts once, whoever multiplies by the routed scaling factor later.
     weights_out[:, top_k:] = 1.0 if scale_output else 1.0 / routed_scaling_factor
     ids_out[:, top_k:] = torch.arange(E, E + num_shared, device=ids.device)
-    if num_token_non_padded is not None:
-        padding = torch.arange(len(ids), device=ids.device) >= num_token_non_padded.reshape(())
-        weights_out[padding] = 0.0
-        ids_out[padding] = -1
+    weights_out[~real] = 0.0
+    ids_out[~real] = -1
 
 
 def _scores(logits: torch.Tensor, scoring: str, softcap: float | None) -> torch.Tensor:
@@ -60,7 +62,7 @@ def _scores(logits: torch.Tensor, scoring: str, softcap: float | None) -> torch.
     if scoring == "softmax":
         scores = torch.softmax(x, 1)
     elif scoring == "sigmoid":
-        scores = torch.sigmoid(x)
+        scores = 1.0 / (1.0 + torch.exp(-x))  # torch.sigmoid rounds equal logits differently in a vector's tail
     elif scoring == "sqrtsoftplus":
         scores = (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))).sqrt()
     else:
@@ -79,16 +81,18 @@ def _within_groups(keys: torch.Tensor, num_groups: int, topk_group: int, group_s
     return torch.where(kept[:, :, None], inside, float("-inf")).flatten(1)
 
 
-def _look_up(table: torch.Tensor, token_ids: torch.Tensor, E: int) -> torch.Tensor:
-    vocabulary = table.shape[0]
-    _refuse(token_ids, vocabulary, "token_ids", f"in [0, {vocabulary}), the rows of hash_table", "Mask padding first.")
-    ids = table[token_ids.long()].long()
-    _refuse(ids, E, "the rows of hash_table in use", f"expert ids in [0, {E})", "The table is for another model.")
+def _look_up(table: torch.Tensor, token_ids: torch.Tensor, real: torch.Tensor, E: int) -> torch.Tensor:
+    """The experts of the real rows' tokens. What padding rows hold does not matter."""
+    vocabulary, rows = table.shape[0], real.nonzero().flatten()
+    wrong = real & ((token_ids < 0) | (token_ids >= vocabulary))
+    _refuse(wrong, token_ids, f"token_ids must be in [0, {vocabulary}), the rows of hash_table", "Mask padding first.")
+    ids = table[token_ids[rows].long()].long()
+    rule = f"the rows of hash_table in use must be expert ids in [0, {E})"
+    _refuse((ids < 0) | (ids >= E), ids, rule, "The table is for another model.")
     return ids
 
 
-def _refuse(ids: torch.Tensor, end: int, argument: str, rule: str, fix: str) -> None:
-    wrong = (ids < 0) | (ids >= end)
+def _refuse(wrong: torch.Tensor, ids: torch.Tensor, rule: str, fix: str) -> None:
     if wrong.any():
         index = tuple(int(i) for i in wrong.nonzero()[0])
-        raise ValueError(f"topk: {argument} must be {rule}; got {int(ids[index])} at {index}. {fix}")
+        raise ValueError(f"topk: {rule}; got {int(ids[index])} at {index}. {fix}")

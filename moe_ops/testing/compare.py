@@ -18,7 +18,7 @@ def assert_bits_equal(got: Tensor, want: Tensor, name: str = "result") -> None:
     assert got.shape == want.shape and got.dtype == want.dtype, (
         f"{name}: {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
     )
-    a, b = (t.contiguous().flatten().view(torch.uint8).view(t.numel(), -1) for t in (got, want))
+    a, b = (t.contiguous().flatten().view(torch.uint8).view(t.numel(), t.dtype.itemsize) for t in (got, want))
     wrong = (a != b).any(1)
     if wrong.any():
         first = int(wrong.nonzero()[0])

@@ -1,0 +1,1 @@
+"""A byte-level mixture-of-experts language model, trained on the Python standard library."""
