@@ -4,7 +4,7 @@
 
 TORCH_LIBRARY_FRAGMENT(moe, m) {
   m.def(R"(grouped_gemm_contiguous(Tensor x, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor m_indices, *, str recipe, str backend="auto") -> Tensor)");
-  m.def(R"(grouped_gemm_masked(Tensor x, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor masked_m, *, SymInt expected_m=1, str recipe, str backend="auto") -> Tensor)");
+  m.def(R"(grouped_gemm_masked(Tensor x, Tensor? x_scale, Tensor w, Tensor? w_scale, Tensor masked_m, *, str recipe, SymInt expected_m=1, str backend="auto") -> Tensor)");
   m.def(R"(grouped_gemm_ws(Tensor(a!) ws, Tensor w, Tensor? w_scale, str stage, SymInt expected_m, str backend, SymInt T, int top_k, int E, int K, int I, str recipe, str scale_format, str layout) -> ())");
   m.def(R"(pack_scale(Tensor scale, SymInt mn, *, int rows_per_scale=1, str scale_format="ue8m0", str backend="auto") -> Tensor)");
   m.def(R"(pack_scale_ws(Tensor(a!) ws, Tensor scale, SymInt mn, *, int rows_per_scale=1, str scale_format="ue8m0", str backend="auto") -> ())");

@@ -1,6 +1,7 @@
 """moe_ops: the DeepGEMM mixture-of-experts forward as torch.library ops. See README.md."""
 
 import os as _os
+from importlib import metadata as _metadata
 
 # In a source checkout the contracts and stand-ins lie beside this folder; in a wheel, inside it.
 _root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
@@ -8,6 +9,12 @@ if not _os.path.isdir(_os.path.join(__path__[0], "meta")) and _os.path.isfile(
     _os.path.join(_root, "meta", "__init__.py")
 ):
     __path__.append(_root)
+
+if any(_metadata.distributions(name="moe-ops")):
+    raise ImportError(
+        "moe_ops: the distribution moe-ops is installed; it is another project with the same import name, and the two "
+        "overwrite each other's files. pip uninstall moe-ops, then pip install --force-reinstall fused-moe-ops."
+    )
 
 from moe_ops.forward import fused_deepgemm  # noqa: E402
 from moe_ops.layer import MoELayer  # noqa: E402

@@ -35,7 +35,7 @@ def table(plan: BufferPlan) -> str:
     ]
     title = (
         f"T={layer.T} top_k={layer.top_k} E={layer.E} K={layer.K} I={layer.I} "
-        f"{layer.recipe} scales={layer.scale_format} layout={layer.layout}"
+        f"{layer.recipe} scales={layer.scale_format} layout={layer.layout} ({plan.layout_rule})"
     )
     totals = (
         f"total {plan.total_bytes / _MIB:.2f} MiB | lower bound {plan.lower_bound_bytes / _MIB:.2f} MiB | "

@@ -18,7 +18,7 @@ from moe_ops.meta.grouped_gemm import gemm_spec
 from moe_ops.meta.pre_permute import contiguous_specs, masked_specs
 from moe_ops.meta.quantize import row_specs
 from moe_ops.recipes import get_recipe
-from moe_ops.rows import LAYOUTS, MASKED_TOKENS, align, choose_layout
+from moe_ops.rows import AUTO_RULE, LAYOUTS, MASKED_TOKENS, align, choose_layout
 from moe_ops.spec import ALIGNMENT, TensorSpec
 
 STAGES = ("pre_permute", "gemm1", "silu_and_quant", "gemm2", "post_permute")
@@ -137,6 +137,8 @@ class BufferPlan:
     total_bytes: int
     workspace_bytes: int
     """Enough for this and every smaller T: what to allocate once for calls of many sizes."""
+    layout_rule: str
+    """Why the layout is what it is."""
 
     @property
     def lower_bound_bytes(self) -> int:
@@ -171,7 +173,8 @@ def plan_layer(layer: Layer) -> BufferPlan:
     """The plan of one forward."""
     resolved = layer.resolved()
     buffers, total = place(buffers_of(resolved))
-    return BufferPlan(resolved, tuple(buffers), total, workspace_bytes(layer))
+    rule = AUTO_RULE if layer.layout == "auto" else "as asked"
+    return BufferPlan(resolved, tuple(buffers), total, workspace_bytes(layer), rule)
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""The four weight recipes: one frozen row each. Nothing else in the package says `if recipe == ...`."""
+"""The four weight recipes: one frozen row each. Nothing else in the package branches on a name."""
 
 from dataclasses import dataclass
 

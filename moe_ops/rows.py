@@ -44,7 +44,10 @@ def masked_rows(T):
     return align(T, BLOCK)
 
 
+AUTO_RULE = f"auto: masked for {MASKED_TOKENS[0]} <= T <= {MASKED_TOKENS[1]}, else contiguous"
+
+
 def choose_layout(T: int) -> str:
-    """The layout that `auto` means for T tokens."""
+    """The layout that `auto` means for T tokens: AUTO_RULE."""
     first, last = MASKED_TOKENS
     return "masked" if first <= T <= last else "contiguous"

@@ -25,7 +25,8 @@ BAD = [
         "hidden_states wrong rank",
         lambda a: {"hidden_states": a["hidden_states"][None]},
         ValueError,
-        "fused_deepgemm: hidden_states must be of shape (T, K); got (1, 4, 256). Flatten batch and sequence into tokens.",
+        "fused_deepgemm: hidden_states must be of shape (T, K); got (1, 4, 256). "
+        "Flatten batch and sequence into tokens.",
     ),
     (
         "hidden_states wrong dtype",

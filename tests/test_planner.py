@@ -104,11 +104,13 @@ def test_plan_prints_every_byte():
         assert f"\n{name} " in text
     assert "36736x7168  float8_e4m3fn  7168,1" in text
     assert "total 576.51 MiB | lower bound 576.51 MiB | without reuse 1122.48 MiB" in text
-    assert "layout=contiguous" in text and all(stage in text for stage in STAGES)
+    assert "layout=contiguous (as asked)" in text and all(stage in text for stage in STAGES)
 
 
 def test_plan_auto_says_what_it_chose():
     first, last = MASKED_TOKENS
+    printed = str(moe_ops.plan(T=8, **DEEPSEEK_V3, recipe="bf16"))
+    assert "layout=masked (auto: masked for 2 <= T <= 128, else contiguous)" in printed
     chosen = {T: moe_ops.plan(T=T, **DEEPSEEK_V3, recipe="bf16").layer.layout for T in (1, first, last, last + 1)}
     assert chosen == {1: "contiguous", first: "masked", last: "masked", last + 1: "contiguous"}
 

@@ -19,7 +19,7 @@ Decoder = Callable[[Tensor, Tensor, Cache], Tensor]
 
 
 def compile_backend() -> str:
-    """ "inductor", or "aot_eager" where there is no C++ compiler for Inductor to call."""
+    """Inductor, or aot_eager where there is no C++ compiler for Inductor to call."""
     candidates = (os.environ.get("CXX"), "g++", "clang++")
     found = any(name and shutil.which(name) for name in candidates)
     return "inductor" if found else "aot_eager"

@@ -18,7 +18,7 @@ CONTIGUOUS = define_op(
 )
 MASKED = define_op(
     "grouped_gemm_masked",
-    f'({_OPERANDS}, Tensor masked_m, *, SymInt expected_m=1, str recipe, str backend="auto") -> Tensor',
+    f'({_OPERANDS}, Tensor masked_m, *, str recipe, SymInt expected_m=1, str backend="auto") -> Tensor',
     contract=contract.grouped_gemm_masked,
     kernels={"reference": reference.grouped_gemm_masked},
 )
