@@ -18,25 +18,30 @@ def sentence(op: str, argument: str, rule: str, got: object, fix: str) -> str:
 
 def value(ok, op: str, argument: str, rule: str, got: object, fix: str) -> None:
     """ValueError unless `ok` (a bool, or a symbolic one while tracing)."""
+    if ok is True:  # a forward makes some 150 checks: the common case costs a comparison
+        return
     torch._check_value(ok, lambda: sentence(op, argument, rule, got() if callable(got) else got, fix))
 
 
 def dtype(op: str, argument: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype], fix: str) -> None:
     """TypeError unless the tensor has one of the allowed dtypes."""
-    torch._check_type(
-        tensor.dtype in allowed,
-        lambda: sentence(op, argument, " or ".join(map(_short, allowed)), _short(tensor.dtype), fix),
-    )
+    if tensor.dtype in allowed:
+        return
+    rule = " or ".join(map(_short, allowed))
+    torch._check_type(False, lambda: sentence(op, argument, rule, _short(tensor.dtype), fix))
 
 
 def shape(op: str, argument: str, tensor: torch.Tensor, want: Sequence, letters: str, fix: str) -> None:
     """ValueError unless the tensor has this shape; None in `want` stands for any size. `letters` names the axes."""
+    sizes = tensor.shape
+    same = len(sizes) == len(want)
+    pairs = [(size, wanted) for size, wanted in zip(sizes, want, strict=False) if wanted is not None]
+    if same and all((size == wanted) is True for size, wanted in pairs):
+        return
     rule = f"of shape {letters} = {_sizes(want)}"
-    got = lambda: _sizes(tensor.shape)  # noqa: E731
-    value(tensor.dim() == len(want), op, argument, rule, got, fix)
-    for size, wanted in zip(tensor.shape, want, strict=True):
-        if wanted is not None:
-            value(size == wanted, op, argument, rule, got, fix)
+    value(same, op, argument, rule, lambda: _sizes(sizes), fix)
+    for size, wanted in pairs:
+        value(size == wanted, op, argument, rule, lambda: _sizes(sizes), fix)
 
 
 def multiple(op: str, argument: str, size, of: int, fix: str) -> None:
@@ -46,7 +51,8 @@ def multiple(op: str, argument: str, size, of: int, fix: str) -> None:
 
 def one_of(op: str, argument: str, got: object, allowed: Sequence, fix: str = "Choose one of them.") -> None:
     """ValueError unless `got` is one of the allowed values."""
-    value(got in allowed, op, argument, "one of " + ", ".join(map(str, allowed)), repr(got), fix)
+    if got not in allowed:
+        value(False, op, argument, "one of " + ", ".join(map(str, allowed)), repr(got), fix)
 
 
 def same_device(op: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
@@ -63,12 +69,13 @@ def layout(op: str, argument: str, tensor: torch.Tensor, spec: TensorSpec, kind:
     """
     if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), *spec.stride)):
         return
-    if tensor.numel() == 0:
+    if tensor.stride() == spec.stride or tensor.numel() == 0:
         return
     same = all(
         got == want for size, got, want in zip(tensor.shape, tensor.stride(), spec.stride, strict=True) if size > 1
     )
-    value(same, op, argument, f"{kind}, strides {spec.stride}", tuple(tensor.stride()), fix)
+    if not same:
+        value(False, op, argument, f"{kind}, strides {spec.stride}", tuple(tensor.stride()), fix)
 
 
 def no_scale(op: str, argument: str, scale: torch.Tensor | None, recipe: str) -> None:
@@ -102,4 +109,5 @@ def _short(kind: torch.dtype) -> str:
 
 
 def _sizes(sizes: Sequence) -> str:
-    return "(" + ", ".join("any" if size is None else str(size) for size in sizes) + ")"
+    text = ", ".join("any" if size is None else str(size) for size in sizes)
+    return f"({text},)" if len(sizes) == 1 else f"({text})"

@@ -151,10 +151,10 @@ class BufferPlan:
         """What the buffers take together when none is reused."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def carve(self, op: str, ws: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The buffers as tensors on `ws`, by name."""
-        check.workspace(op, ws, self.total_bytes)
-        return {buffer.name: buffer.spec.carve(ws, buffer.offset) for buffer in self.buffers}
+    def view(self, name: str, ws: torch.Tensor) -> torch.Tensor:
+        """One buffer as a tensor on the flat uint8 tensor `ws`."""
+        buffer = next(buffer for buffer in self.buffers if buffer.name == name)
+        return buffer.spec.carve(ws, buffer.offset)
 
     def __str__(self) -> str:
         from moe_ops.plan_text import table

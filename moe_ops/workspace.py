@@ -2,6 +2,7 @@
 
 import torch
 
+from moe_ops import check
 from moe_ops.planner import BufferPlan, Layer, plan_layer
 
 LAYER_SCHEMA = "SymInt T, int top_k, int E, int K, int I, str recipe, str scale_format, str layout"
@@ -14,10 +15,11 @@ class Stage:
     def __init__(self, op: str, ws: torch.Tensor, **sizes):
         self.plan: BufferPlan = plan_layer(Layer(**sizes))
         self.layer = self.plan.layer
-        self._views = self.plan.carve(op, ws)
+        self._ws = ws
+        check.workspace(op, ws, self.plan.total_bytes)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._views[name]
+        return self.plan.view(name, self._ws)
 
     @property
     def contiguous(self) -> bool:
@@ -26,4 +28,4 @@ class Stage:
     def row_map(self) -> dict[str, torch.Tensor]:
         """The argument that says which rows are whose: m_indices or masked_m."""
         name = "m_indices" if self.contiguous else "masked_m"
-        return {name: self._views[name]}
+        return {name: self[name]}
