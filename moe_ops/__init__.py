@@ -16,6 +16,7 @@ if any(_metadata.distributions(name="moe-ops")):
         "overwrite each other's files. pip uninstall moe-ops, then pip install --force-reinstall fused-moe-ops."
     )
 
+from moe_ops.checkpoints import load_moe_weights, load_router  # noqa: E402
 from moe_ops.forward import fused_deepgemm  # noqa: E402
 from moe_ops.layer import MoELayer  # noqa: E402
 from moe_ops.ops import (  # noqa: E402
@@ -31,16 +32,19 @@ from moe_ops.ops import (  # noqa: E402
     topk,
 )
 from moe_ops.planner import BufferPlan, plan  # noqa: E402
-from moe_ops.prep import MoEWeights, prepare_weights  # noqa: E402
+from moe_ops.prep import MoEWeights, PrepReport, prepare_weights  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
     "BufferPlan",
     "MoELayer",
     "MoEWeights",
+    "PrepReport",
     "fused_deepgemm",
     "grouped_gemm_contiguous",
     "grouped_gemm_masked",
+    "load_moe_weights",
+    "load_router",
     "pack_scale",
     "plan",
     "post_permute",

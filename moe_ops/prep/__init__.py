@@ -1,6 +1,8 @@
 """Weights, once, at load: from what a checkpoint holds to what the grouped GEMMs read."""
 
+from moe_ops.prep.decide import decide, table
 from moe_ops.prep.prepare import prepare_weights
+from moe_ops.prep.report import Padding, PrepReport
 from moe_ops.prep.weights import MoEWeights
 
-__all__ = ["MoEWeights", "prepare_weights"]
+__all__ = ["MoEWeights", "Padding", "PrepReport", "decide", "prepare_weights", "table"]

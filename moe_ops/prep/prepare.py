@@ -1,14 +1,14 @@
-"""prepare_weights: float weights, or quantised ones with plain scales, to MoEWeights."""
+"""prepare_weights: a layer's stacked experts, float or quantised, to MoEWeights."""
 
-import torch
 from torch import Tensor
 
 from moe_ops import check
-from moe_ops.arch import default_scale_format
-from moe_ops.ops import pack_scale, quantize
+from moe_ops.prep.builder import Builder
+from moe_ops.prep.decide import decide
+from moe_ops.prep.source import BLOCK, CODES, E4M3, SCALE_DTYPES, Source, exponents, finite, pack_of
+from moe_ops.prep.source import scale_shape as plain_shape
 from moe_ops.prep.weights import MoEWeights
-from moe_ops.recipes import FLOATS, Recipe, get_recipe
-from moe_ops.rows import ceil_div
+from moe_ops.recipes import FLOATS
 
 _OP = "prepare_weights"
 
@@ -17,75 +17,100 @@ def prepare_weights(
     w13: Tensor,
     w2: Tensor,
     *,
-    recipe: str,
+    recipe: str | None = None,
     scale_format: str | None = None,
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    source: str | None = None,
+    block: tuple[int, int] = BLOCK,
+    arch: str | None = None,
+    backend: str = "auto",
+    on_inexact: str = "raise",
 ) -> MoEWeights:
-    """Quantises float experts, or lays out already quantised ones, for a recipe. The inputs are not changed.
+    """Brings experts into a recipe's form for fused_deepgemm, by the path that prep.decide names. Inputs stay as they
+    are. K and I that the recipe's groups do not divide are padded with zeros, gate and up rows each on their own; the
+    result's `padding` says by how much and `report` what was done and what error it added.
 
     Args:
-        w13: (E, 2 I, K), gate rows over up rows. Float (bf16, fp16, fp32), or quantised: float8_e4m3fn for fp8_block
-            and mxfp8; for mxfp4 two codes a byte, low nibble = even column, (E, 2 I, K / 2) int8, uint8 or
-            float4_e2m1fn_x2.
+        w13: (E, 2 I, K), gate rows over up rows. Float (bf16, fp16, fp32), float8_e4m3fn, or MXFP4 codes
+            (E, 2 I, K / 2) int8, uint8 or float4_e2m1fn_x2, low nibble = even column.
         w2: (E, K, I), likewise.
-        recipe: bf16, fp8_block, mxfp8 or mxfp4.
+        recipe: bf16, fp8_block, mxfp8 or mxfp4. None: the source's own kind; fp8_block for MXFP4 on Hopper.
         scale_format: fp32 or ue8m0. None: what the device's GEMMs read (fp8_block: fp32 on CPU and Hopper, ue8m0 from
             Blackwell on); the MX recipes are ue8m0 always.
-        w13_scale, w2_scale: of quantised weights, in plain form: fp8_block (E, ceil(N / 128), ceil(K / 128)) fp32;
-            mxfp8, mxfp4 (E, N, K / 32) exponent bytes (uint8, float8_e8m0fnu) or fp32 powers of two.
-        w13_bias, w2_bias: (E, 2 I) and (E, K) float, kept as they are.
+        w13_scale, w2_scale: of quantised weights, in plain form; (N, K) of one expert's w13 half or w2:
+            fp8_block (E, rows, ceil(K / 128)) with ceil(N / 128) rows for w2, and as many for each half of w13;
+            mxfp4, mxfp8 (E, N, K / 32) exponent bytes (uint8, float8_e8m0fnu) or fp32 powers of two;
+            fp8_tensor (E,), or (E, 2) for w13 whose halves have one each; fp8_channel (E, N) or (E, N, 1).
+        w13_bias, w2_bias: (E, 2 I) and (E, K) float; padded, otherwise kept.
+        source: kind of the weights (prep.source.SOURCES). None: told from dtypes and the shape of w13_scale.
+        block: (rows, columns) that share a scale in an fp8_block source.
+        arch, backend: what will run the weights, when it is not the device they are on; see prep.decide.
+        on_inexact: for MXFP4 as fp8 blocks, raise or warn if a 128 x 128 tile cannot be held exactly.
 
     Raises:
-        ValueError: a size is not a multiple of the recipe's group, a scale is missing, or fp32 scales that are not
-            powers of two are asked to become ue8m0. TypeError: a dtype that the recipe cannot come from.
+        ValueError: shapes disagree, a scale is missing, NaN, or an fp32 MX scale that is no power of two; tiles that
+            would round. TypeError: a dtype that no source has. NotImplementedError: the backend cannot run the form.
     """
-    row = get_recipe(_OP, recipe, scale_format)
-    wanted = scale_format or default_scale_format(row, w13.device)
-    w13, w13_scale = _prepare("w13", w13, w13_scale, row, wanted)
-    w2, w2_scale = _prepare("w2", w2, w2_scale, row, wanted)
-    return MoEWeights(w13, w13_scale, w2, w2_scale, recipe, wanted, w13_bias, w2_bias)
+    for name, w in (("w13", w13), ("w2", w2)):
+        check.value(w.dim() == 3, _OP, name, "of 3 axes (E, N, K)", lambda w=w: tuple(w.shape), "Stack the experts.")
+        check.dtype(_OP, name, w, (*FLOATS, E4M3, *CODES), "Weights come in these.")
+    kind = source or _kind(w13, w13_scale)
+    path = decide(kind, recipe=recipe, scale_format=scale_format, device=arch or w13.device, backend=backend, op=_OP)
+    pack = pack_of(kind)
+    E, I, K = w13.shape[0], w2.shape[2] * pack, w2.shape[1]
+    check.shape(_OP, "w13", w13, (E, 2 * I, -(-K // pack)), "(E, 2 I, K)", "E, I and K are those of w2.")
+    check.value(w2.shape[0] == E, _OP, "w2", f"of E={E} experts", w2.shape[0], "As many as w13 has.")
+    gate, up = _scales("w13_scale", w13_scale, kind, (E, I, K), block, halves=2)
+    (down,) = _scales("w2_scale", w2_scale, kind, (E, K, I), block, halves=1)
+    scales = {"gate": gate, "up": up, "down": down}
+    values = {"gate": w13[:, :I], "up": w13[:, I:], "down": w2}
+    builder = Builder(_OP, path, E=E, I=I, K=K, device=w13.device, on_inexact=on_inexact)
+    for expert in range(E):
+        for part, scale in scales.items():
+            one = None if scale is None else scale[expert]
+            builder.put(expert, part, Source(kind, values[part][expert], one, block))
+    return builder.finish(w13_bias, w2_bias)
 
 
-def _prepare(name: str, w: Tensor, scale: Tensor | None, recipe: Recipe, scale_format: str):
-    check.value(w.dim() == 3, _OP, name, "of 3 axes (E, N, K)", lambda: tuple(w.shape), "Stack the experts.")
-    if w.dtype not in FLOATS:
-        return _lay_out(name, w, scale, recipe, scale_format)
-    check.value(scale is None, _OP, f"{name}_scale", "None for float weights", "a tensor", "Drop it.")
-    for axis, size in (("last", w.shape[2]), ("middle", w.shape[1])):
-        check.multiple(_OP, f"the {axis} axis of {name}", size, recipe.granule, "Pad it with zeros.")
-    if not recipe.quantised:
-        return w.to(recipe.w_dtype).contiguous(), None
-    blocks = recipe.w_block[0] > 1
-    values, scales = quantize(
-        w,
-        granularity="block" if blocks else "token",
-        group=recipe.w_block[1],
-        dtype="e2m1" if recipe.w_pack == 2 else "e4m3",
-        scale_format=scale_format,
-    )
-    return values, _format(scales, w.shape[1], recipe, scale_format) if blocks else scales
+def _kind(w13: Tensor, scale: Tensor | None) -> str:
+    """The kind of source, from dtypes and the shape of w13's scale."""
+    if w13.dtype in FLOATS:
+        return "float"
+    if w13.dtype in CODES:
+        return "mxfp4"
+    scale = check.given(_OP, "w13_scale", scale, "beside quantised weights")
+    E, N, K = w13.shape
+    shape = tuple(scale.shape)
+    if shape in ((E, N), (E, N, 1)):
+        return "fp8_channel"
+    if shape in ((E,), (E, 1), (E, 1, 1), (E, 2)):
+        return "fp8_tensor"
+    return "mxfp8" if shape == (E, *plain_shape("mxfp8", N, K)) else "fp8_block"
 
 
-def _lay_out(name: str, w: Tensor, scale: Tensor | None, recipe: Recipe, scale_format: str):
-    """Quantised weights: values as they are, plain scales in the wanted format."""
-    codes = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
-    allowed = codes if recipe.w_pack == 2 else (recipe.w_dtype,)
-    check.dtype(_OP, name, w, (*FLOATS, *allowed), f"Recipe {recipe.name} is made from these.")
-    scale = check.given(_OP, f"{name}_scale", scale, "beside quantised weights")
-    E, N, K = w.shape[0], w.shape[1], w.shape[2] * recipe.w_pack
-    check.multiple(_OP, f"K of {name}", K, recipe.granule, "Pad values and scales with zeros.")
-    rows, columns = recipe.w_block
-    plain = (E, ceil_div(N, rows), ceil_div(K, columns))
-    check.shape(_OP, f"{name}_scale", scale, plain, f"(E, N / {rows}, K / {columns})", "Pass the checkpoint's.")
-    return w.view(recipe.w_dtype).contiguous(), _format(scale, N, recipe, scale_format)
-
-
-def _format(scale: Tensor, N: int, recipe: Recipe, scale_format: str) -> Tensor:
-    rows, _ = recipe.w_block
-    if scale_format == "fp32":
-        check.dtype(_OP, "scales", scale, (torch.float32,), "Or choose scale_format='ue8m0'.")
-        return scale.contiguous()
-    return pack_scale(scale, N, rows_per_scale=rows)
+def _scales(
+    name: str, scale: Tensor | None, kind: str, sizes: tuple[int, int, int], block: tuple[int, int], *, halves: int
+) -> list[Tensor | None]:
+    """Checked scales (E, ...) of each half of w13, or of w2 as one. sizes: E, and N and K of a half."""
+    if kind == "float":
+        check.value(scale is None, _OP, name, "None for float weights", "a tensor", "Drop it.")
+        return [None] * halves
+    scale = check.given(_OP, name, scale, "beside quantised weights")
+    check.dtype(_OP, name, scale, SCALE_DTYPES[kind], f"Scales of {kind} come in these.")
+    read = exponents if kind in ("mxfp4", "mxfp8") else finite
+    E, N, K = sizes
+    if kind == "fp8_tensor":
+        if halves == 2 and tuple(scale.shape) == (E, 2):
+            return list(read(_OP, name, scale).unbind(1))
+        scale = scale.reshape(-1)
+        check.shape(_OP, name, scale, (E,), "(E,)", "One scale an expert; w13 may have (E, 2).")
+        return [read(_OP, name, scale)] * halves
+    if kind == "fp8_channel" and scale.dim() == 2:
+        scale = scale[..., None]
+    rows, columns = plain_shape(kind, N, K, block)
+    fix = "Each half of w13 has its own rows of scales."
+    check.shape(_OP, name, scale, (E, halves * rows, columns), f"(E, rows, groups) of {kind}", fix)
+    return list(read(_OP, name, scale).chunk(halves, 1))

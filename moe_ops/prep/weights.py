@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, fields
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops import check
 from moe_ops.meta.grouped_gemm import check_weight
 from moe_ops.meta.silu_and_quant import check_bias
+from moe_ops.prep.report import Padding, PrepReport
 from moe_ops.recipes import get_recipe
 
 
@@ -28,6 +30,10 @@ class MoEWeights:
     """(E, 2 I) float."""
     w2_bias: Tensor | None = None
     """(E, K) float."""
+    padding: Padding = Padding()
+    """Zeros that K and I above count: the model's sizes are K - padding.K and I - padding.I."""
+    report: PrepReport | None = None
+    """What preparation did; None for weights that were put together by hand."""
 
     def __post_init__(self) -> None:
         op = "MoEWeights"
@@ -51,15 +57,23 @@ class MoEWeights:
 
     @property
     def K(self) -> int:
-        """Hidden size."""
+        """Hidden size, padding included: what fused_deepgemm reads and returns."""
         return self.w2.shape[1]
 
     @property
     def I(self) -> int:
-        """Intermediate size."""
+        """Intermediate size, padding included."""
         return self.w13.shape[1] // 2
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensor fields, by the names that moe::fused_deepgemm gives them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is None or isinstance(value, Tensor)}
+
+    def pad_hidden(self, hidden_states: Tensor) -> Tensor:
+        """(..., K - padding.K) -> (..., K): zeros for fused_deepgemm to read. The same tensor without padding."""
+        return F.pad(hidden_states, (0, self.padding.K)) if self.padding.K else hidden_states
+
+    def cut_hidden(self, out: Tensor) -> Tensor:
+        """(..., K) -> (..., K - padding.K): undoes pad_hidden on the result. A view."""
+        return out[..., : self.K - self.padding.K]

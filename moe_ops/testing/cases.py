@@ -74,10 +74,14 @@ class LayerCase:
         x = normal(self.T, self.K).to(self.dtype)
         w13 = normal(self.E, 2 * self.I, self.K) / self.K**0.5
         w2 = normal(self.E, self.K, self.I) / self.I**0.5
-        biases = {}
-        if self.bias:
-            biases = dict(w13_bias=normal(self.E, 2 * self.I) / 4, w2_bias=normal(self.E, self.K) / 4)
-        weights = prepare_weights(w13, w2, recipe=self.recipe, scale_format=self.scale_format, **biases)
+        weights = prepare_weights(
+            w13,
+            w2,
+            recipe=self.recipe,
+            scale_format=self.scale_format,
+            w13_bias=normal(self.E, 2 * self.I) / 4 if self.bias else None,
+            w2_bias=normal(self.E, self.K) / 4 if self.bias else None,
+        )
         return (x, *random_routing(self.T, self.E, self.top_k, self.distribution, generator)), weights
 
     def run(self, inputs: tuple[Tensor, Tensor, Tensor], weights: MoEWeights, **more) -> Tensor:

@@ -18,10 +18,16 @@ def assert_bits_equal(got: Tensor, want: Tensor, name: str = "result") -> None:
     assert got.shape == want.shape and got.dtype == want.dtype, (
         f"{name}: {tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
     )
-    a, b = (t.contiguous().flatten().view(torch.uint8).view(t.numel(), t.dtype.itemsize) for t in (got, want))
+    a, b = (_bytes(t) for t in (got, want))
     wrong = (a != b).any(1)
     if wrong.any():
         first = int(wrong.nonzero()[0])
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), got.shape))
         values = f"{got[index].float().item()} instead of {want[index].float().item()}"
         raise AssertionError(f"{name}: {int(wrong.sum())} of {got.numel()} elements differ, first {index}: {values}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """(elements, bytes of one). A copy, because axes of size 1 may have strides that no view to bytes accepts."""
+    flat = tensor.clone(memory_format=torch.contiguous_format).flatten()
+    return flat.view(torch.uint8).view(tensor.numel(), tensor.dtype.itemsize)

@@ -1,0 +1,61 @@
+"""The command `moe-ops`. Needs the extra `cli`: pip install 'fused-moe-ops[cli]'."""
+
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError:
+    raise ImportError("moe-ops: typer and rich are not installed. pip install 'fused-moe-ops[cli]'") from None
+
+from moe_ops.checkpoints import convert as _convert
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.callback()
+def main() -> None:
+    """Mixture-of-experts layers as torch.library ops."""
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint: config.json and safetensors files.")],
+    target: Annotated[Path, typer.Argument(help="Directory for the prepared layers.")],
+    recipe: Annotated[str | None, typer.Option(help="bf16, fp8_block, mxfp8, mxfp4. Default: by source.")] = None,
+    scale_format: Annotated[str | None, typer.Option(help="fp32 or ue8m0. Default: what the arch reads.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Will run it: cpu, sm90, sm100 or sm120. Default: --device.")] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    layers: Annotated[str | None, typer.Option(help="Such as 3-5,8. Default: all that have experts.")] = None,
+    parallel: Annotated[str, typer.Option(help="ep or tp.")] = "ep",
+    world: Annotated[int, typer.Option(help="Ranks to shard for. 1 serves every ep world.")] = 1,
+    on_inexact: Annotated[str, typer.Option(help="raise or warn, if MXFP4 cannot be held exactly as fp8.")] = "raise",
+) -> None:
+    """Write a checkpoint's experts in prepared form, to load with no further work."""
+    try:
+        _convert(
+            source,
+            target,
+            layers=None if layers is None else _numbers(layers),
+            parallel=parallel,
+            world=world,
+            say=typer.echo,
+            recipe=recipe,
+            scale_format=scale_format,
+            arch=arch,
+            device=device,
+            on_inexact=on_inexact,
+        )
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _numbers(text: str) -> list[int]:
+    """3-5,8 -> [3, 4, 5, 8]."""
+    numbers = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers

@@ -1,0 +1,5 @@
+"""The kernels that run on cards. Triton: one file per verb, with the op's name; nothing here is imported by `moe_ops`.
+
+A kernel is `kernel(outputs, **arguments)` with the arguments of its reference. It writes owned rows only, never waits
+for the host, and gives the same bits on every run: no atomics, and slots, sums and ties in a fixed order.
+"""

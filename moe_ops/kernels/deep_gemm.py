@@ -1,0 +1,150 @@
+"""The grouped GEMMs by the deep_gemm library: the only file that imports it.
+
+A wheel built for another torch imports well and then fails, or kills the process, in its first call. So the first use
+on a machine makes one small call in a process of its own, and remembers the outcome beside the versions it holds for.
+"""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from moe_ops import arch, env
+from moe_ops.recipes import Recipe, get_recipe
+
+_DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm", "deep_gemm")
+_WHICH = (
+    "Versions that were seen to work together: sgl-deep-gemm 0.1.0 to 0.1.4.post1 with torch 2.11, 0.1.5 to 0.2.2 with "
+    "torch 2.13. Install the one for your torch, or pass backend='triton'."
+)
+_SMALL_CALL = """
+import torch, deep_gemm
+scale = torch.rand(4, 3, device="cuda")
+aligned = deep_gemm.get_mn_major_tma_aligned_tensor(scale)
+torch.cuda.synchronize()
+assert torch.equal(aligned, scale) and aligned.stride() == (1, 4)
+print("works")
+"""
+_SECONDS = 120  # the small call compiles a kernel; a hang is an answer too
+
+_stand_in: ContextVar[ModuleType | None] = ContextVar("deep_gemm_stand_in", default=None)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether the library can be used here."""
+
+    works: bool
+    version: str | None
+    reason: str
+    """A sentence: what works, or what is wrong and what to do."""
+
+
+@contextmanager
+def use(module: ModuleType) -> Iterator[None]:
+    """Within, `module` is called instead of the library: moe_ops.csrc_stubs.deep_gemm in tests without a card."""
+    token = _stand_in.set(module)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)
+
+
+def stand_in() -> ModuleType | None:
+    """The module handed to `use`, if any."""
+    return _stand_in.get()
+
+
+@lru_cache(maxsize=1)
+def probe() -> Probe:
+    """Looks for the library and tries it, in another process, once per machine and set of versions."""
+    version = _installed_version()
+    if version is None:
+        return Probe(False, None, "deep_gemm is not installed. pip install 'fused-moe-ops[cuda]'.")
+    if not torch.cuda.is_available():
+        return Probe(False, version, "deep_gemm needs a CUDA card, and torch sees none.")
+    card = "".join(map(str, arch.capability()))
+    kept = env.cache_dir() / f"deep_gemm-{version}-torch-{torch.__version__}-sm{card}.json"
+    try:
+        return Probe(**json.loads(kept.read_text()))
+    except (OSError, ValueError, TypeError):  # not there yet, or not what this version wrote: try again
+        result = try_out(version)
+        kept.write_text(json.dumps(asdict(result)))
+        return result
+
+
+def try_out(version: str) -> Probe:
+    """One small call in a process of its own, which it may kill."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _SMALL_CALL], capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        said = f"no answer within {_SECONDS} s"
+    else:
+        if done.returncode == 0 and done.stdout.strip().endswith("works"):
+            return Probe(True, version, f"deep_gemm {version} works with torch {torch.__version__}.")
+        lines = done.stderr.strip().splitlines()
+        said = lines[-1] if lines else f"the process ended with code {done.returncode}"
+    reason = f"deep_gemm {version} fails its first call under torch {torch.__version__}: {said}. {_WHICH}"
+    return Probe(False, version, reason)
+
+
+def library() -> ModuleType:
+    """The module to call, or ImportError with the probe's reason."""
+    module = stand_in()
+    if module is not None:
+        return module
+    found = probe()
+    if not found.works:
+        raise ImportError(f"deep_gemm: {found.reason}")
+    import deep_gemm
+
+    return deep_gemm
+
+
+def grouped_gemm_contiguous(outputs, *, x, x_scale, w, w_scale, m_indices, recipe) -> None:
+    """moe::grouped_gemm_contiguous. The library reads one label a block of 128 rows."""
+    (out,) = outputs
+    if out.shape[0] == 0:
+        return
+    row, dg = get_recipe("grouped_gemm_contiguous", recipe), library()
+    if row.quantised:
+        dg.m_grouped_fp8_fp4_gemm_nt_contiguous((x, x_scale), (w, w_scale), out, m_indices, **_granularity(row))
+    else:
+        dg.m_grouped_bf16_gemm_nt_contiguous(x, w, out, m_indices)
+
+
+def grouped_gemm_masked(outputs, *, x, x_scale, w, w_scale, masked_m, expected_m, recipe) -> None:
+    """moe::grouped_gemm_masked. expected_m tunes the library's tiles; it must be positive there."""
+    (out,) = outputs
+    if out.shape[1] == 0:
+        return
+    row, dg = get_recipe("grouped_gemm_masked", recipe), library()
+    hint = max(1, expected_m)
+    if row.quantised:
+        dg.m_grouped_fp8_fp4_gemm_nt_masked((x, x_scale), (w, w_scale), out, masked_m, hint, **_granularity(row))
+    else:
+        dg.m_grouped_bf16_gemm_nt_masked(x, w, out, masked_m, hint)
+
+
+def _granularity(recipe: Recipe) -> dict:
+    """What the library must be told of the scales. It knows the block recipe by the dtype of the weight's scale."""
+    if recipe.w_block[0] > 1:
+        return {}
+    return {"recipe_a": (1, recipe.x_group), "recipe_b": (1, recipe.w_block[1])}
+
+
+def _installed_version() -> str | None:
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
