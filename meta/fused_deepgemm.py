@@ -33,16 +33,21 @@ def fused_deepgemm(
 ) -> dict:
     """The sizes of the layer, by the names that every stage's schema ends with (workspace.LAYER_SCHEMA)."""
     op = "fused_deepgemm"
+    required = dict(hidden_states=hidden_states, topk_weights=topk_weights, topk_ids=topk_ids, w13=w13, w2=w2)
+    for name, tensor in required.items():
+        check.given(op, name, tensor, "always")
     row = get_recipe(op, recipe)
     check.one_of(op, "layout", layout, LAYOUTS)
     check.one_of(op, "backend", backend, BACKENDS)
-    check_tokens(op, hidden_states, topk_ids)
-    T, K = hidden_states.shape
-    top_k = topk_ids.shape[1]
-    check_weights(op, topk_weights, T, top_k)
     for name, w in (("w13", w13), ("w2", w2)):
         check.value(w.dim() == 3, op, name, "of 3 axes (E, N, K)", lambda w=w: tuple(w.shape), "Stack the experts.")
-    E, I = w13.shape[0], w2.shape[2] * row.w_pack
+    # Weights fix everything but the token count: ints, so that only T can be symbolic from here on.
+    E, K, I = int(w13.shape[0]), int(w2.shape[1]), int(w2.shape[2]) * row.w_pack
+    check.value(E >= 1, op, "w13", "of at least one expert", E, "A rank without experts skips the layer.")
+    check_tokens(op, hidden_states, topk_ids)
+    T, top_k = hidden_states.shape[0], int(topk_ids.shape[1])
+    check.shape(op, "hidden_states", hidden_states, (T, K), "(T, K)", "K is that of w2; pad or project to it.")
+    check_weights(op, topk_weights, T, top_k)
     of_w13 = check_weight(op, "w13", w13, w13_scale, (E, 2 * I, K), "(E, 2 I, K)", row)
     of_w2 = check_weight(op, "w2", w2, w2_scale, (E, K, I), "(E, K, I)", row)
     fix = "Prepare both with one call of moe_ops.prepare_weights."

@@ -104,6 +104,19 @@ def workspace(op: str, ws: torch.Tensor, needed, *, traced: bool = False) -> Non
         value(offset == 0, op, "workspace", rule, f"remainder {offset}", "Pass a tensor of its own, not a slice.")
 
 
+def apart(op: str, ws: torch.Tensor, *tensors: torch.Tensor | None) -> None:
+    """ValueError if a tensor lies in the workspace: the op would overwrite its own input."""
+    start, end = ws.data_ptr(), ws.data_ptr() + ws.numel()
+    for tensor in tensors:
+        if tensor is None or tensor.numel() == 0:
+            continue
+        first = tensor.data_ptr()
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if first < end and start < first + span * tensor.element_size():
+            fix = "Give the workspace memory of its own."
+            value(False, op, "workspace", "apart from every input", "an overlap with one", fix)
+
+
 def _short(kind: torch.dtype) -> str:
     return str(kind).removeprefix("torch.")
 

@@ -138,6 +138,7 @@ def fused_deepgemm(
         backend: auto, or one by name, which raises where it cannot run.
         workspace: flat uint8 scratch memory to use instead of a fresh one, at least plan(...).total_bytes long
             (plan(...).workspace_bytes serves every smaller T too). Its contents mean nothing, before and after.
+            One call at a time may use it: threads and streams that overlap need one each.
 
     Returns:
         (T, K) in the dtype of hidden_states, in memory of its own.

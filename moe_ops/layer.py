@@ -10,23 +10,30 @@ from moe_ops import check
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
 from moe_ops.prep import MoEWeights
 
+_PREPARED = ("w13", "w13_scale", "w2", "w2_scale")
+
 
 class MoELayer(nn.Module):
     """out = shared_expert(x) + routed_scaling_factor * sum over the chosen experts of weight * expert(x).
 
-    Every tensor is a buffer, so `.to(device)` and `state_dict()` work; casting the module (`.half()`) casts the router
-    and the biases, and leaves prepared weights and scales as they are.
+    Every tensor is a buffer, so `.to(device)` and `state_dict()` work. Casting the module (`.half()`) casts the router
+    weight alone: the rest has the dtype that the recipe, or the routing, needs. A state dict holds packed scales in
+    their contiguous form, so torch.save and safetensors both keep them, and says what the weights were prepared for.
 
     Args:
-        router_weight: (E, K) float. Logits are computed in its dtype.
-        weights: prepared experts (moe_ops.prepare_weights).
+        router_weight: (E, K) float. Logits are computed in its dtype (torch.autocast casts them like any linear's).
+        weights: prepared experts (moe_ops.prepare_weights, load_moe_weights). Where they are padded, K here and in
+            forward is the model's own: rows are padded on the way in, the result is cut.
         top_k: routed experts a token.
         scoring, bias, renormalize, num_groups, topk_group, group_score, softcap: routing; see moe_ops.topk.
         hash_table: (vocabulary, top_k) expert ids; forward then needs token_ids.
         routed_scaling_factor: multiplies the routed sum, once.
         activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit: see moe_ops.silu_and_quant_contiguous.
-        shared_expert: a module (..., K) -> (..., K) that every token goes through, or None.
+        shared_expert: a module (T, K) -> (T, K) that every token goes through, or None.
         layout, backend: see moe_ops.fused_deepgemm.
+
+    Raises:
+        ValueError, TypeError: arguments that no forward could run with.
     """
 
     router_weight: Tensor
@@ -38,8 +45,6 @@ class MoELayer(nn.Module):
     w2_scale: Tensor | None
     w13_bias: Tensor | None
     w2_bias: Tensor | None
-
-    _KEEP_DTYPE = ("w13", "w13_scale", "w2", "w2_scale")
 
     def __init__(
         self,
@@ -65,11 +70,16 @@ class MoELayer(nn.Module):
         backend: str = "auto",
     ):
         super().__init__()
-        shape = (weights.E, weights.K)
-        check.shape("MoELayer", "router_weight", router_weight, shape, "(E, K)", "One row per expert of weights.")
+        self.padding = weights.padding
+        self.prepared_for = f"{weights.recipe} {weights.scale_format}"
+        self.K = weights.K - weights.padding.K
+        check.shape("MoELayer", "router_weight", router_weight, (weights.E, self.K), "(E, K)", "One row per expert.")
         tensors = {"router_weight": router_weight, "bias": bias, "hash_table": hash_table, **weights.tensors()}
         for name, tensor in tensors.items():
-            self.register_buffer(name, None if tensor is None else tensor.detach())
+            if tensor is None:  # not a buffer: torch.export counts buffers that are None, and miscounts
+                setattr(self, name, None)
+            else:
+                self.register_buffer(name, tensor.detach())
         self.shared_expert = shared_expert
         self.routing = _beside_defaults(
             torch.ops.moe.topk,
@@ -93,20 +103,25 @@ class MoELayer(nn.Module):
             routed_scaling_factor=routed_scaling_factor,
             backend=backend,
         )
+        self._rehearse()
 
     def forward(
         self, hidden_states: Tensor, token_ids: Tensor | None = None, *, workspace: Tensor | None = None
     ) -> Tensor:
         """(..., K) -> (..., K). token_ids (...) ints for hash routing. workspace as in moe_ops.fused_deepgemm."""
+        self._check_call(hidden_states, token_ids)
         x = hidden_states.flatten(0, -2)
+        out = self._routed(x, None if token_ids is None else token_ids.flatten(), workspace)
+        if self.shared_expert is not None:
+            out = out + self.shared_expert(x)
+        return out.view_as(hidden_states)
+
+    def _routed(self, x: Tensor, token_ids: Tensor | None, workspace: Tensor | None) -> Tensor:
         logits = F.linear(x.to(self.router_weight.dtype), self.router_weight)
-        hashing = {}
-        if self.hash_table is not None:
-            token_ids = check.given("MoELayer.forward", "token_ids", token_ids, "to a layer that routes by hash")
-            hashing = dict(hash_table=self.hash_table, token_ids=token_ids.flatten())
+        hashing = {} if token_ids is None else dict(hash_table=self.hash_table, token_ids=token_ids)
         topk_weights, topk_ids = torch.ops.moe.topk(logits, bias=self.bias, **hashing, **self.routing)
         out = torch.ops.moe.fused_deepgemm(
-            x,
+            F.pad(x, (0, self.padding.K)) if self.padding.K else x,
             topk_weights,
             topk_ids,
             self.w13,
@@ -118,23 +133,75 @@ class MoELayer(nn.Module):
             workspace=workspace,
             **self.experts,
         )
-        if self.shared_expert is not None:
-            out = out + self.shared_expert(x)
-        return out.view_as(hidden_states)
+        return out[:, : self.K] if self.padding.K else out
+
+    def _check_call(self, hidden_states: Tensor, token_ids: Tensor | None) -> None:
+        op = "MoELayer.forward"
+        if not isinstance(hidden_states, Tensor):
+            fix = "Convert it."
+            raise TypeError(check.sentence(op, "hidden_states", "a tensor", type(hidden_states).__name__, fix))
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.K:
+            rule, got = f"of shape (..., K) with K={self.K}", tuple(hidden_states.shape)
+            raise ValueError(check.sentence(op, "hidden_states", rule, got, "Unsqueeze a single token."))
+        if (token_ids is None) != (self.hash_table is None):
+            rule = "given to a layer that routes by hash, and to no other"
+            got = "None" if token_ids is None else "a tensor"
+            raise ValueError(check.sentence(op, "token_ids", rule, got, "Check which layers have a hash table."))
+
+    def _rehearse(self) -> None:
+        """A call on meta tensors: what no forward could run with is refused now, and not in the first request."""
+
+        def meta(*shape, dtype=torch.bfloat16):
+            return torch.empty(*shape, dtype=dtype, device="meta")
+
+        bias = None if self.bias is None else self.bias.to("meta")
+        hashing = {}
+        if self.hash_table is not None:
+            hashing = dict(hash_table=self.hash_table.to("meta"), token_ids=meta(2, dtype=torch.int64))
+        with torch.no_grad():
+            routes = torch.ops.moe.topk(meta(2, len(self.router_weight)), bias=bias, **hashing, **self.routing)
+            names = (*_PREPARED, "w13_bias", "w2_bias")
+            tensors = {name: None if (t := getattr(self, name)) is None else t.to("meta") for name in names}
+            torch.ops.moe.fused_deepgemm(meta(2, self.w2.shape[1]), *routes, **tensors, **self.experts)
 
     def extra_repr(self) -> str:
         E, N, _ = self.w13.shape
-        return f"E={E}, K={self.w2.shape[1]}, I={N // 2}, {self.routing}, {self.experts}"
+        return f"E={E}, K={self.K}, I={N // 2 - self.padding.I}, {self.routing}, {self.experts}"
 
     def _apply(self, fn, recurse=True):
-        """Moves everything; keeps the dtype of what the recipe fixes, because fp8 values are floats to `.half()`."""
-        before = {name: getattr(self, name) for name in self._KEEP_DTYPE}
+        """Moves everything; casts the router weight alone, because fp8 values and scales are floats to `.half()`."""
+        before = {name: t for name, t in self.named_buffers(recurse=False) if name != "router_weight"}
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             moved = getattr(self, name)
-            if tensor is not None and moved.dtype != tensor.dtype:
+            if moved.dtype != tensor.dtype:
                 setattr(self, name, tensor.to(moved.device))
         return self
+
+    def get_extra_state(self) -> Tensor:
+        """What the weights were prepared for, as bytes in a tensor: safetensors stores nothing else."""
+        return torch.tensor(list(self.prepared_for.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        got = bytes(state.tolist()).decode()
+        if got != self.prepared_for:
+            fix = "Build the layer from weights prepared alike."
+            raise ValueError(check.sentence("MoELayer", "state_dict", f"of {self.prepared_for} weights", got, fix))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key, tensor in self._packed_scales(destination, prefix):
+            destination[key] = tensor.mT
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        for key, tensor in self._packed_scales(state_dict, prefix):
+            state_dict[key] = tensor.mT
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _packed_scales(self, state: dict, prefix: str) -> list[tuple[str, Tensor]]:
+        """int32 scales: (E, N, words) MN-major here, (E, words, N) contiguous in a state dict (4 divides N)."""
+        keys = [f"{prefix}{name}" for name in ("w13_scale", "w2_scale")]
+        return [(key, state[key]) for key in keys if key in state and state[key].dtype == torch.int32]
 
 
 def _beside_defaults(op, **attributes) -> dict:

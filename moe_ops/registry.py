@@ -107,7 +107,13 @@ def define_composite(name: str, schema: str, body: Callable) -> None:
     SCHEMAS.append(name + schema)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     bind = _binder(name)
-    _LIBRARY.impl(name, lambda *args, **kwargs: body(**bind(args, kwargs)), "CompositeImplicitAutograd")
+
+    def composite(*args, **kwargs):
+        arguments = bind(args, kwargs)
+        _refuse_gradients(name, arguments)
+        return body(**arguments)
+
+    _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
 
 
 def _define(name: str, schema: str) -> Callable:
@@ -127,20 +133,32 @@ def _binder(name: str) -> Callable:
 def _implement(name: str, real: Callable, fake: Callable) -> None:
     overload = getattr(torch.ops.moe, name).default
 
-    def refuse_gradients(keys, *args, **kwargs):
-        if torch.is_grad_enabled():
-            for argument in (*args, *kwargs.values()):
-                if isinstance(argument, torch.Tensor) and argument.requires_grad:
-                    raise RuntimeError(
-                        f"moe::{name}: no argument may require a gradient; got one of shape {tuple(argument.shape)} "
-                        "that does. This package is for inference: call it under torch.inference_mode() or no_grad()."
-                    )
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def guarded(keys, *args, **kwargs):
+        _refuse_gradients(name, {**dict(zip(names, args, strict=False)), **kwargs})
         return overload.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
     _LIBRARY.impl(name, real, "CPU")
     _LIBRARY.impl(name, real, "CUDA")
-    _LIBRARY.impl(name, refuse_gradients, "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, guarded, "Autograd", with_keyset=True)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+
+
+def _refuse_gradients(name: str, arguments: dict) -> None:
+    """A kernel that autograd does not know would return results without history, or zero tangents."""
+    dual = torch.autograd.forward_ad._current_level >= 0
+    if not dual and not torch.is_grad_enabled():
+        return
+    for argument, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        backward = value.requires_grad and torch.is_grad_enabled()
+        if backward or (dual and torch.autograd.forward_ad.unpack_dual(value).tangent is not None):
+            raise RuntimeError(
+                f"moe::{name}: {argument} must not ask for a gradient; got one that does. This package is for "
+                "inference: detach it, or call the op under torch.inference_mode() or torch.no_grad()."
+            )
 
 
 def _device(arguments: dict) -> torch.device:

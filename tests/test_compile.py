@@ -54,6 +54,20 @@ def test_compile_one_graph_serves_every_token_count(recipe, scale_format):
     assert counter.graphs == 1
 
 
+@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+def test_compile_without_tokens_and_with_one(recipe, scale_format):
+    """torch specialises the sizes 0 and 1: two more graphs, whatever came first."""
+    for order in ((1, 0, 5), (5, 1, 0)):
+        torch._dynamo.reset()
+        eager, counter = layer(recipe, scale_format), Counter()
+        compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend=counter)
+        for T in (*order, 7):
+            x = hidden(T)
+            with torch.no_grad():
+                assert_bits_equal(compiled(x), eager(x), f"T={T} of {order}")
+        assert counter.graphs == 3
+
+
 def test_compile_one_graph_with_every_option():
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(1)
@@ -165,9 +179,10 @@ class Model(nn.Module):
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
 def test_export_keeps_one_node_and_every_length(strict):
     model = Model().requires_grad_(False)
-    exported = torch.export.export(
-        model, (hidden(16),), dynamic_shapes={"x": {0: torch.export.Dim("T", min=2)}}, strict=strict
-    )
+    dynamic = {0: torch.export.Dim("T", min=2)}
+    exported = torch.export.export(model, (hidden(16),), dynamic_shapes={"x": dynamic}, strict=strict)
+    alone = torch.export.export(model.moe, (hidden(16),), dynamic_shapes=(dynamic,), strict=strict)
+    assert_bits_equal(alone.module()(x := hidden(33)), model.moe(x))
     names = [str(node.target) for node in exported.graph.nodes if "moe." in str(node.target)]
     assert names == ["moe.topk.default", "moe.fused_deepgemm.default"]
     for T in (2, 33, 200):

@@ -20,6 +20,11 @@ def other(name: str, **prepare):
     return getattr(prepare_weights(w13, w2, **prepare), name)
 
 
+def _input_inside(arena: torch.Tensor) -> dict:
+    """hidden_states at the very end of the workspace."""
+    return {"workspace": arena, "hidden_states": arena[-2048:].view(torch.bfloat16).view(4, 256)}
+
+
 BAD = [
     (
         "hidden_states wrong rank",
@@ -198,6 +203,26 @@ BAD = [
         "fused_deepgemm: workspace must be uint8; got float32. Allocate torch.empty(bytes, dtype=torch.uint8).",
     ),
     (
+        "workspace over an input",
+        lambda a: _input_inside(poisoned(1 << 22)),
+        ValueError,
+        "pre_permute_ws: workspace must be apart from every input; got an overlap with one. "
+        "Give the workspace memory of its own.",
+    ),
+    (
+        "weight missing",
+        lambda a: {"w13": None},
+        ValueError,
+        "fused_deepgemm: w13 must be given always; got None. Pass it.",
+    ),
+    (
+        "hidden size of another model",
+        lambda a: {"hidden_states": a["hidden_states"][:, :128]},
+        ValueError,
+        "fused_deepgemm: hidden_states must be of shape (T, K) = (4, 256); got (4, 128). "
+        "K is that of w2; pad or project to it.",
+    ),
+    (
         "workspace misaligned",
         lambda a: {"workspace": poisoned(1 << 22)[8:]},
         ValueError,
@@ -208,8 +233,8 @@ BAD = [
         "gradient",
         lambda a: {"hidden_states": a["hidden_states"].clone().requires_grad_()},
         RuntimeError,
-        "moe::pre_permute_ws: no argument may require a gradient; got one of shape (4, 256) that does. "
-        "This package is for inference: call it under torch.inference_mode() or no_grad().",
+        "moe::fused_deepgemm: hidden_states must not ask for a gradient; got one that does. This package is for "
+        "inference: detach it, or call the op under torch.inference_mode() or torch.no_grad().",
     ),
 ]
 

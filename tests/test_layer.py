@@ -1,6 +1,8 @@
 """MoELayer: buffers that survive what users do to modules, the router, shared experts, odd shapes."""
 
-import io
+import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from moe_ops.recipes import RECIPES
 from moe_ops.testing import assert_bits_equal
 
 E, K, I = 8, 256, 128
+FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 
 
 def build(recipe: str = "fp8_block", scale_format: str | None = None, bias: bool = False, **more) -> moe_ops.MoELayer:
@@ -52,19 +55,120 @@ def test_layer_takes_any_leading_shape():
     assert_bits_equal(layer(x.transpose(0, 1)), layer(x.transpose(0, 1).contiguous()))
 
 
-@pytest.mark.parametrize("recipe, scale_format", [(r.name, s) for r in RECIPES.values() for s in r.scale_formats])
-def test_layer_state_dict_round_trip(recipe, scale_format):
-    """torch.save keeps what the GEMMs need, the strides of packed scales included."""
-    layer, other, x = build(recipe, scale_format, bias=True), build(recipe, scale_format, bias=True), hidden(9)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file))
-    assert_bits_equal(other(x), layer(x))
+def through_torch(state, path):
+    torch.save(state, path)
+    return torch.load(path)
+
+
+def through_safetensors(state, path):
+    from safetensors.torch import load_file, save_file
+
+    save_file(state, path)
+    return load_file(path)
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+@pytest.mark.parametrize("store", [through_torch, through_safetensors])
+@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+def test_layer_state_dict_round_trip(recipe, scale_format, store, assign, tmp_path):
+    """Files keep what the GEMMs need, the strides of packed scales included; the layer they came from is unchanged."""
+    layer, x = nn.Sequential(build(recipe, scale_format, bias=True)), hidden(9)
+    other = nn.Sequential(build(recipe, scale_format, bias=True))
+    expected = layer(x)
+    other.load_state_dict(store(layer.state_dict(), tmp_path / "state"), assign=assign)
+    assert_bits_equal(other(x), expected)
+    assert_bits_equal(layer(x), expected)
+    assert_bits_equal(copy.deepcopy(other)(x), expected)
+
+
+def test_layer_refuses_a_state_dict_of_another_recipe():
+    """mxfp8 and block fp8 with packed scales have the same shapes at K = I = 128, and mean different numbers."""
+    w13, w2 = torch.randn(2, 256, 128), torch.randn(2, 128, 128)
+    block, mx = (
+        moe_ops.MoELayer(
+            torch.randn(2, 128), moe_ops.prepare_weights(w13, w2, recipe=recipe, scale_format="ue8m0"), top_k=1
+        )
+        for recipe in ("fp8_block", "mxfp8")
+    )
+    with pytest.raises(ValueError) as caught:
+        block.load_state_dict(mx.state_dict())
+    assert str(caught.value) == (
+        "MoELayer: state_dict must be of fp8_block ue8m0 weights; got mxfp8 ue8m0. "
+        "Build the layer from weights prepared alike."
+    )
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"top_k": 9}, "topk: top_k must be between 1 and the number of experts 8; got 9. Lower it."),
+        (
+            {"scoring": "relu"},
+            "topk: scoring must be one of softmax, sigmoid, sqrtsoftplus, sqrtsoftplus_log1p; got 'relu'. "
+            "Choose one of them.",
+        ),
+        ({"bias": torch.zeros(3)}, "topk: bias must be of shape (E,) = (8,); got (3,). One value per expert."),
+        (
+            {"activation": "gelu"},
+            "fused_deepgemm: activation must be one of silu, situ; got 'gelu'. Choose one of them.",
+        ),
+        ({"swiglu_limit": -1.0}, "fused_deepgemm: swiglu_limit must be positive; got -1.0. Pass None for no clamp."),
+        (
+            {"layout": "psum"},
+            "fused_deepgemm: layout must be one of auto, contiguous, masked; got 'psum'. Choose one of them.",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_layer_refuses_at_construction(bad, message):
+    weights = moe_ops.prepare_weights(torch.randn(E, 2 * I, K), torch.randn(E, K, I), recipe="bf16")
+    with pytest.raises(ValueError) as caught:
+        moe_ops.MoELayer(torch.randn(E, K), weights, **{"top_k": 2, **bad})
+    assert str(caught.value) == message
+
+
+def test_layer_refuses_what_is_no_token():
+    layer = build()
+    for bad, kind, message in (
+        (None, TypeError, "hidden_states must be a tensor; got NoneType. Convert it."),
+        ([1.0], TypeError, "hidden_states must be a tensor; got list. Convert it."),
+        (
+            torch.zeros(K),
+            ValueError,
+            "hidden_states must be of shape (..., K) with K=256; got (256,). Unsqueeze a single token.",
+        ),
+        (
+            torch.zeros(3, 7),
+            ValueError,
+            "hidden_states must be of shape (..., K) with K=256; got (3, 7). Unsqueeze a single token.",
+        ),
+    ):
+        with pytest.raises(kind) as caught:
+            layer(bad)
+        assert str(caught.value) == f"MoELayer.forward: {message}"
+
+
+@pytest.mark.parametrize("setting", ["torch.set_default_dtype(torch.float16)", "torch.set_default_device('meta')"])
+def test_layer_works_whatever_the_defaults_were_at_import(setting):
+    """A model loader may import the package under its own default dtype or device."""
+    script = f"""
+import torch
+{setting}
+import moe_ops
+torch.set_default_dtype(torch.float32)
+torch.set_default_device("cpu")
+for recipe in moe_ops.recipes.RECIPES:
+    w = moe_ops.prepare_weights(torch.randn(4, 256, 128), torch.randn(4, 128, 128), recipe=recipe)
+    out = moe_ops.MoELayer(torch.randn(4, 128), w, top_k=2)(torch.randn(5, 128))
+    assert out.dtype == torch.float32 and out.isfinite().all() and out.any()
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "fine", done.stderr
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.float(), lambda m: m.to(torch.bfloat16)])
-@pytest.mark.parametrize("recipe, scale_format", [(r.name, s) for r in RECIPES.values() for s in r.scale_formats])
+@pytest.mark.parametrize("recipe, scale_format", FORMATS)
 def test_layer_cast_leaves_prepared_weights_alone(recipe, scale_format, cast):
     """`.half()` on a model must not turn fp8 values and fp32 scales into halves."""
     layer, x = build(recipe, scale_format), hidden(9)
@@ -76,7 +180,7 @@ def test_layer_cast_leaves_prepared_weights_alone(recipe, scale_format, cast):
     assert_bits_equal(layer(x), expected)
 
 
-@pytest.mark.parametrize("recipe, scale_format", [(r.name, s) for r in RECIPES.values() for s in r.scale_formats])
+@pytest.mark.parametrize("recipe, scale_format", FORMATS)
 def test_layer_moves_keep_strides(recipe, scale_format):
     """A move to another device keeps the MN-major strides (meta stands in for a card here)."""
     layer = build(recipe, scale_format)
@@ -106,7 +210,8 @@ def test_layer_routes_by_hash():
     with pytest.raises(ValueError) as caught:
         layer(x)
     assert str(caught.value) == (
-        "MoELayer.forward: token_ids must be given to a layer that routes by hash; got None. Pass it."
+        "MoELayer.forward: token_ids must be given to a layer that routes by hash, and to no other; got None. "
+        "Check which layers have a hash table."
     )
 
 
@@ -115,7 +220,7 @@ def test_layer_explains_a_router_of_another_size():
     with pytest.raises(ValueError) as caught:
         moe_ops.MoELayer(torch.randn(E, K + 1), weights, top_k=2)
     assert str(caught.value) == (
-        "MoELayer: router_weight must be of shape (E, K) = (8, 256); got (8, 257). One row per expert of weights."
+        "MoELayer: router_weight must be of shape (E, K) = (8, 256); got (8, 257). One row per expert."
     )
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ops import check
 from moe_ops.meta import grouped_gemm as contract
 from moe_ops.reference import grouped_gemm as reference
 from moe_ops.registry import define_op, define_ws
@@ -27,8 +28,9 @@ _BUFFERS = {"gemm1": ("x_q", "x_scale", "gateup"), "gemm2": ("act_q", "act_scale
 
 
 def _ws(*, ws, w, w_scale, stage, expected_m, backend, **sizes) -> None:
+    check.one_of("grouped_gemm_ws", "stage", stage, tuple(_BUFFERS))
     x, x_scale, out = _BUFFERS[stage]
-    stage = Stage("grouped_gemm_ws", ws, **sizes)
+    stage = Stage("grouped_gemm_ws", ws, w, w_scale, **sizes)
     op, hint = (CONTIGUOUS, {}) if stage.contiguous else (MASKED, {"expected_m": expected_m})
     op.into(
         (stage[out],),

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ops.backends import lazy
 from moe_ops.meta import post_permute as contract
 from moe_ops.reference import post_permute as reference
 from moe_ops.registry import define_op, define_ws
@@ -15,12 +16,12 @@ POST_PERMUTE = define_op(
     'int expert_start=0, float routed_scaling_factor=1.0, str mode="sum", ScalarType? dtype=None, '
     'str backend="auto") -> Tensor',
     contract=contract.post_permute,
-    kernels={"reference": reference.post_permute},
+    kernels={"reference": reference.post_permute, "triton": lazy("moe_ops.kernels.post_permute:post_permute")},
 )
 
 
 def _ws(*, ws, topk_weights, topk_ids, bias, expert_start, routed_scaling_factor, dtype, backend, **sizes) -> Tensor:
-    stage = Stage("post_permute_ws", ws, **sizes)
+    stage = Stage("post_permute_ws", ws, topk_weights, topk_ids, bias, **sizes)
     arguments = dict(
         rows=stage["down"],
         src2dst=stage["src2dst"],

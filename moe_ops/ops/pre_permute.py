@@ -28,7 +28,7 @@ MASKED = define_op(
 
 
 def _ws(*, ws, hidden_states, topk_ids, expert_start, backend, **sizes) -> None:
-    stage = Stage("pre_permute_ws", ws, **sizes)
+    stage = Stage("pre_permute_ws", ws, hidden_states, topk_ids, **sizes)
     op = CONTIGUOUS if stage.contiguous else MASKED
     op.into(
         (stage["x_q"], stage["x_scale"], *stage.row_map().values(), stage["src2dst"]),

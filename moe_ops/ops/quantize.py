@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ops.backends import lazy
 from moe_ops.meta import quantize as contract
 from moe_ops.reference import quantize as reference
 from moe_ops.registry import define_op, define_packed_ws
@@ -15,7 +16,7 @@ QUANTIZE = define_op(
     "quantize",
     f"({_SCHEMA}) -> (Tensor q, Tensor scale)",
     contract=contract.quantize,
-    kernels={"reference": reference.quantize},
+    kernels={"reference": reference.quantize, "triton": lazy("moe_ops.kernels.quantize:quantize")},
 )
 define_packed_ws(QUANTIZE, f"(Tensor(a!) ws, {_SCHEMA}) -> ()")
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ops.backends import lazy
 from moe_ops.meta import silu_and_quant as contract
 from moe_ops.reference import silu_and_quant as reference
 from moe_ops.registry import define_op, define_ws
@@ -15,13 +16,19 @@ CONTIGUOUS = define_op(
     "silu_and_quant_contiguous",
     f"(Tensor gateup, Tensor m_indices, *, {_ATTRIBUTES}) -> (Tensor act_q, Tensor act_scale)",
     contract=contract.silu_and_quant_contiguous,
-    kernels={"reference": reference.silu_and_quant_contiguous},
+    kernels={
+        "reference": reference.silu_and_quant_contiguous,
+        "triton": lazy("moe_ops.kernels.silu_and_quant:silu_and_quant_contiguous"),
+    },
 )
 MASKED = define_op(
     "silu_and_quant_masked",
     f"(Tensor gateup, Tensor masked_m, *, {_ATTRIBUTES}) -> (Tensor act_q, Tensor act_scale)",
     contract=contract.silu_and_quant_masked,
-    kernels={"reference": reference.silu_and_quant_masked},
+    kernels={
+        "reference": reference.silu_and_quant_masked,
+        "triton": lazy("moe_ops.kernels.silu_and_quant:silu_and_quant_masked"),
+    },
 )
 
 
@@ -36,7 +43,7 @@ def _ws(
     backend,
     **sizes,
 ) -> None:
-    stage = Stage("silu_and_quant_ws", ws, **sizes)
+    stage = Stage("silu_and_quant_ws", ws, bias, **sizes)
     op = CONTIGUOUS if stage.contiguous else MASKED
     op.into(
         (stage["act_q"], stage["act_scale"]),

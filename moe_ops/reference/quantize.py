@@ -4,6 +4,8 @@ One rule everywhere: the scale is fixed (rounded up to a power of two if the for
 divided by it, so that what is stored times its scale is the nearest the format can say. Arithmetic is float32.
 """
 
+from functools import lru_cache
+
 import torch
 
 from moe_ops.recipes import Recipe
@@ -14,13 +16,17 @@ E2M1_MAX = 6.0
 AMAX_FLOOR = 1e-10  # an all-zero group gets a finite scale and zeros
 
 # Exponent byte -> 2^(byte - 127); 255 is NaN. Byte 0 is the subnormal 2^-127.
-_E8M0 = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
-_E8M0[255] = float("nan")
-
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E8M0 = tuple(2.0 ** (byte - 127) for byte in range(255)) + (float("nan"),)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Halfway points between neighbours: those that round down (to the even code) and those that round up.
-_E2M1_TIES_DOWN = torch.tensor([0.25, 1.25, 2.5, 5.0])
-_E2M1_TIES_UP = torch.tensor([0.75, 1.75, 3.5])
+_E2M1_TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
+_E2M1_TIES_UP = (0.75, 1.75, 3.5)
+
+
+@lru_cache
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """float32, made at first use: at import, a model loader may have set a default dtype or device of its own."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def exponent_byte(scale: torch.Tensor) -> torch.Tensor:
@@ -32,7 +38,7 @@ def exponent_byte(scale: torch.Tensor) -> torch.Tensor:
 
 def byte_value(byte: torch.Tensor) -> torch.Tensor:
     """2^(byte - 127) as float32."""
-    return _E8M0.to(byte.device)[byte.long()]
+    return _table(_E8M0, byte.device)[byte.long()]
 
 
 def group_scale(amax: torch.Tensor, top: float, scale_format: str) -> torch.Tensor:
@@ -50,7 +56,7 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     """Nearest even, saturating, two codes a byte with the even column in the low nibble: int8 (..., K / 2)."""
     magnitude = values.abs().contiguous()
-    down, up = _E2M1_TIES_DOWN.to(values.device), _E2M1_TIES_UP.to(values.device)
+    down, up = _table(_E2M1_TIES_DOWN, values.device), _table(_E2M1_TIES_UP, values.device)
     code = torch.bucketize(magnitude, down) + torch.bucketize(magnitude, up, right=True)
     code = code + 8 * torch.signbit(values)
     return (code[..., 0::2] | code[..., 1::2] << 4).to(torch.uint8).view(torch.int8)
@@ -59,7 +65,7 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 def from_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """float32 (..., K) of packed (..., K / 2)."""
     byte = packed.view(torch.uint8).long()
-    return _E2M1.to(packed.device)[torch.stack((byte & 15, byte >> 4), -1).flatten(-2)]
+    return _table(_E2M1, packed.device)[torch.stack((byte & 15, byte >> 4), -1).flatten(-2)]
 
 
 def amax(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
