@@ -10,6 +10,7 @@ from moe_ops import check
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
 from moe_ops.prep import MoEWeights
 
+_ROUTER = ("router_weight", "router_bias")
 _PREPARED = ("w13", "w13_scale", "w2", "w2_scale")
 
 
@@ -17,7 +18,7 @@ class MoELayer(nn.Module):
     """out = shared_expert(x) + routed_scaling_factor * sum over the chosen experts of weight * expert(x).
 
     Every tensor is a buffer, so `.to(device)` and `state_dict()` work. Casting the module (`.half()`) casts the router
-    weight alone: the rest has the dtype that the recipe, or the routing, needs. A state dict holds packed scales in
+    linear alone: the rest has the dtype that the recipe, or the routing, needs. A state dict holds packed scales in
     their contiguous form, so torch.save and safetensors both keep them, and says what the weights were prepared for.
 
     Args:
@@ -25,6 +26,7 @@ class MoELayer(nn.Module):
         weights: prepared experts (moe_ops.prepare_weights, load_moe_weights). Where they are padded, K here and in
             forward is the model's own: rows are padded on the way in, the result is cut.
         top_k: routed experts a token.
+        router_bias: (E,) float, added to the logits (gpt-oss).
         scoring, bias, renormalize, num_groups, topk_group, group_score, softcap: routing; see moe_ops.topk.
         hash_table: (vocabulary, top_k) expert ids; forward then needs token_ids.
         routed_scaling_factor: multiplies the routed sum, once.
@@ -37,6 +39,7 @@ class MoELayer(nn.Module):
     """
 
     router_weight: Tensor
+    router_bias: Tensor | None
     bias: Tensor | None
     hash_table: Tensor | None
     w13: Tensor
@@ -52,6 +55,7 @@ class MoELayer(nn.Module):
         weights: MoEWeights,
         *,
         top_k: int,
+        router_bias: Tensor | None = None,
         scoring: str = "softmax",
         bias: Tensor | None = None,
         renormalize: bool = True,
@@ -74,7 +78,10 @@ class MoELayer(nn.Module):
         self.prepared_for = f"{weights.recipe} {weights.scale_format}"
         self.K = weights.K - weights.padding.K
         check.shape("MoELayer", "router_weight", router_weight, (weights.E, self.K), "(E, K)", "One row per expert.")
-        tensors = {"router_weight": router_weight, "bias": bias, "hash_table": hash_table, **weights.tensors()}
+        if router_bias is not None:
+            check.shape("MoELayer", "router_bias", router_bias, (weights.E,), "(E,)", "One value per expert.")
+        router = dict(router_weight=router_weight, router_bias=router_bias, bias=bias, hash_table=hash_table)
+        tensors = {**router, **weights.tensors()}
         for name, tensor in tensors.items():
             if tensor is None:  # not a buffer: torch.export counts buffers that are None, and miscounts
                 setattr(self, name, None)
@@ -117,7 +124,7 @@ class MoELayer(nn.Module):
         return out.view_as(hidden_states)
 
     def _routed(self, x: Tensor, token_ids: Tensor | None, workspace: Tensor | None) -> Tensor:
-        logits = F.linear(x.to(self.router_weight.dtype), self.router_weight)
+        logits = F.linear(x.to(self.router_weight.dtype), self.router_weight, self.router_bias)
         hashing = {} if token_ids is None else dict(hash_table=self.hash_table, token_ids=token_ids)
         topk_weights, topk_ids = torch.ops.moe.topk(logits, bias=self.bias, **hashing, **self.routing)
         out = torch.ops.moe.fused_deepgemm(
@@ -169,8 +176,8 @@ class MoELayer(nn.Module):
         return f"E={E}, K={self.K}, I={N // 2 - self.padding.I}, {self.routing}, {self.experts}"
 
     def _apply(self, fn, recurse=True):
-        """Moves everything; casts the router weight alone, because fp8 values and scales are floats to `.half()`."""
-        before = {name: t for name, t in self.named_buffers(recurse=False) if name != "router_weight"}
+        """Moves everything; casts the router linear alone, because fp8 values and scales are floats to `.half()`."""
+        before = {name: t for name, t in self.named_buffers(recurse=False) if name not in _ROUTER}
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             moved = getattr(self, name)

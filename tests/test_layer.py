@@ -215,6 +215,15 @@ def test_layer_routes_by_hash():
     )
 
 
+def test_layer_adds_the_router_bias_to_the_logits():
+    bias = torch.randn(E).bfloat16()
+    layer, x = build(router_bias=bias), hidden(9)
+    topk_weights, topk_ids = moe_ops.topk(nn.functional.linear(x, layer.router_weight, bias), 2)
+    tensors = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
+    assert_bits_equal(layer(x), moe_ops.fused_deepgemm(x, topk_weights, topk_ids, *tensors, recipe="fp8_block"))
+    assert layer.half().router_bias.dtype == torch.float16
+
+
 def test_layer_explains_a_router_of_another_size():
     weights = moe_ops.prepare_weights(torch.randn(E, 2 * I, K), torch.randn(E, K, I), recipe="bf16")
     with pytest.raises(ValueError) as caught:

@@ -78,6 +78,10 @@ class Builder:
         for first in range(0, N, self._strip(source, K)):
             last = min(first + self._strip(source, K), N)
             strip = source.rows(min(first, want[0]), min(last, want[0])).to(w.device).padded(last - first, K)
+            if source.kind == "float":  # e2m1 has no NaN to show it later
+                fine = bool(strip.values.isfinite().all())
+                name = f"{part} of expert {expert}"
+                check.value(fine, self.op, name, "finite", "NaN or infinity", "Check the checkpoint.")
             converted = self.path.convert(strip, self.recipe, self.path.scale_format)
             w[first:last].copy_(converted.values)
             self._store(scale, converted, first, last)

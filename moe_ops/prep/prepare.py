@@ -1,5 +1,6 @@
 """prepare_weights: a layer's stacked experts, float or quantised, to MoEWeights."""
 
+import torch
 from torch import Tensor
 
 from moe_ops import check
@@ -13,6 +14,7 @@ from moe_ops.recipes import FLOATS
 _OP = "prepare_weights"
 
 
+@torch.no_grad()  # parameters may be given: what is prepared has no history
 def prepare_weights(
     w13: Tensor,
     w2: Tensor,
@@ -51,8 +53,9 @@ def prepare_weights(
         on_inexact: for MXFP4 as fp8 blocks, raise or warn if a 128 x 128 tile cannot be held exactly.
 
     Raises:
-        ValueError: shapes disagree, a scale is missing, NaN, or an fp32 MX scale that is no power of two; tiles that
-            would round. TypeError: a dtype that no source has. NotImplementedError: the backend cannot run the form.
+        ValueError: shapes disagree, a float weight is not finite, a scale is missing, NaN, or an fp32 MX scale that is
+            no power of two; tiles that would round. TypeError: a dtype that no source has. NotImplementedError: the
+            backend cannot run the form.
     """
     for name, w in (("w13", w13), ("w2", w2)):
         check.value(w.dim() == 3, _OP, name, "of 3 axes (E, N, K)", lambda w=w: tuple(w.shape), "Stack the experts.")
@@ -72,7 +75,8 @@ def prepare_weights(
         for part, scale in scales.items():
             one = None if scale is None else scale[expert]
             builder.put(expert, part, Source(kind, values[part][expert], one, block))
-    return builder.finish(w13_bias, w2_bias)
+    biases = (None if bias is None else bias.detach() for bias in (w13_bias, w2_bias))
+    return builder.finish(*biases)
 
 
 def _kind(w13: Tensor, scale: Tensor | None) -> str:

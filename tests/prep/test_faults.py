@@ -8,7 +8,7 @@ import torch
 from moe_ops import MoEWeights, pack_scale, prepare_weights, quantize
 from moe_ops.arch import READS, runs
 from moe_ops.prep import decide
-from moe_ops.recipes import get_recipe
+from moe_ops.recipes import RECIPES, get_recipe
 from moe_ops.testing import LayerCase, decode_weight, relative_error
 from moe_ops.testing.checkpoints import meaning
 from moe_ops.testing.encode import encode_tensor
@@ -186,3 +186,24 @@ def test_fault_nan_scale_in_a_damaged_checkpoint():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         prepare_weights(codes, codes[:, :128], w13_scale=scale, w2_scale=scale[:, :128])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fault_weights_that_are_not_finite(recipe, bad):
+    """e2m1 has no NaN, so a broken checkpoint would turn into plausible numbers: refused for every recipe."""
+    w13, w2 = torch.randn(2, 256, 128), torch.randn(2, 128, 128)
+    w13[1, 130, 5] = bad
+    with pytest.raises(ValueError) as caught:
+        prepare_weights(w13, w2, recipe=recipe)
+    assert str(caught.value) == (
+        "prepare_weights: up of expert 1 must be finite; got NaN or infinity. Check the checkpoint."
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fault_parameters_lose_their_history(recipe):
+    w13, w2 = torch.nn.Parameter(torch.randn(2, 256, 128)), torch.nn.Parameter(torch.randn(2, 128, 128))
+    bias = torch.nn.Parameter(torch.randn(2, 256))
+    weights = prepare_weights(w13, w2, recipe=recipe, w13_bias=bias)
+    assert not any(t.requires_grad for t in weights.tensors().values() if t is not None)
