@@ -135,6 +135,7 @@ def results_table(runs: list[Run], base: Score) -> Table:
 
 def main() -> None:
     """Run the demo; SystemExit with a sentence if a check fails."""
+    torch.set_num_threads(1)  # the model is so small that a second thread costs more than it brings
     console = Console()
     backend = compile_backend()
     if backend != "inductor":
