@@ -1,28 +1,116 @@
-"""Which backend runs an op: an explicit one, or `auto` by a fixed order. Never a silent fallback."""
+"""Which backend runs an op: an explicit one, or `auto` by a fixed rule. Never a silent fallback."""
 
+import importlib
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 
-from moe_ops import check
+from moe_ops import arch, check, env
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "reference", "triton", "deep_gemm")
+AUTO_RULE = "auto: reference on a CPU; on a CUDA card deep_gemm for the GEMMs that it reads there, triton for the rest"
 
 Kernels = Mapping[str, Callable]
 """Backend name -> kernel(outputs, **arguments), which writes the outputs in place."""
 
+_SCALE_FORMATS = {None: "none", torch.float32: "fp32", torch.int32: "ue8m0"}
 
-def pick(op: str, backend: str, device: torch.device, kernels: Kernels) -> Callable:
-    """The kernel of `backend` for this device, or an error that says what would run instead."""
+
+def pick(op: str, backend: str, device: torch.device, kernels: Kernels, arguments: Mapping) -> Callable:
+    """The kernel of `backend` for this device and these arguments, or an error that says what would run instead.
+
+    deep_gemm has the GEMMs alone; under its name, the stages around them run as auto would run them.
+    """
     check.one_of(op, "backend", backend, BACKENDS)
     if backend == "auto":
+        backend = env.backend() or "auto"
+        check.one_of(op, "MOE_OPS_BACKEND", backend, BACKENDS, "Unset it, or choose one of them.")
+    gemm = "deep_gemm" in kernels
+    if backend == "auto" or (backend == "deep_gemm" and not gemm):
         if device.type == "cpu":
-            return kernels["reference"]
+            backend = "reference"
+        else:
+            backend = "deep_gemm" if gemm and why_not_deep_gemm(op, device, *_form(arguments)) is None else "triton"
+    if backend == "triton":
+        _check_triton(op, device)
+    elif backend == "deep_gemm":
+        reason = why_not_deep_gemm(op, device, *_form(arguments))
+        fix = "Pass backend='auto' for what runs here."
         torch._check_not_implemented(
-            False,
-            lambda: (
-                f"{op}: no {device.type} kernel is written yet. Pass backend='reference': plain torch, right on any "
-                "device, but slow and with host syncs, so it cannot be captured in a CUDA graph."
-            ),
+            reason is None,
+            lambda: check.sentence(op, "backend", "one that runs here", "'deep_gemm'", f"{reason} {fix}"),
         )
     return kernels[backend]
+
+
+def why_not_deep_gemm(op: str, device: torch.device, recipe: str, scale_format: str) -> str | None:
+    """A sentence that says why deep_gemm cannot multiply weights in this form on this device, or None if it can."""
+    deep_gemm = importlib.import_module("moe_ops.kernels.deep_gemm")
+    if deep_gemm.stand_in() is not None:  # it makes the library's checks itself
+        return None
+    if device.type != "cuda":
+        return f"deep_gemm needs a CUDA card, and the tensors are on {device.type}."
+    if not arch.runs(recipe, scale_format, device, "deep_gemm"):
+        return f"deep_gemm does not read {recipe} with {scale_format} scales on {arch.arch_of(op, device)}."
+    if op.endswith("masked") and arch.arch_of(op, device) == "sm120":
+        return "deep_gemm has no masked GEMM on sm120."
+    found = deep_gemm.probe()
+    return None if found.works else found.reason
+
+
+def lazy(path: str) -> Callable:
+    """The kernel at "module:function", imported at its first call: moe_ops imports without the kernel's package."""
+    module, _, name = path.partition(":")
+
+    def kernel(outputs, **arguments) -> None:
+        function = getattr(importlib.import_module(module), name)
+        with torch.cuda.device_of(outputs[0]):  # kernels launch on the current device
+            function(outputs, **arguments)
+
+    return kernel
+
+
+_REFERENCE = (
+    "backend='reference' is plain torch: right on any device, but slow and with host syncs, so it cannot be captured "
+    "in a CUDA graph."
+)
+
+
+def _form(arguments: Mapping) -> tuple[str, str]:
+    """(recipe, scale format) of a GEMM's weights."""
+    scale = arguments["w_scale"]
+    return arguments["recipe"], _SCALE_FORMATS[None if scale is None else scale.dtype]
+
+
+def _check_triton(op: str, device: torch.device) -> None:
+    """Raises in words where the Triton kernels cannot run."""
+    missing = _missing_triton()
+    if missing:
+        raise ImportError(
+            f"{op}: backend 'triton' must find an importable triton; got {missing}. "
+            f"pip install 'fused-moe-ops[triton]'. {_REFERENCE}"
+        )
+    torch._check_not_implemented(
+        device.type == "cuda" or (device.type == "cpu" and _interpreted()),
+        lambda: (
+            f"{op}: backend 'triton' must have its tensors on a CUDA device; got {device.type}. Pass backend='auto' or "
+            f"'reference' there, or start Python with TRITON_INTERPRET=1 to run the kernels in Triton's interpreter."
+        ),
+    )
+
+
+@lru_cache(maxsize=1)
+def _missing_triton() -> str | None:
+    """Why triton cannot be imported, if it cannot."""
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a broken installation may raise anything
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret

@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 
+def backend() -> str | None:
+    """MOE_OPS_BACKEND: what `backend="auto"` means instead of its rule; for finding out which backend is at fault."""
+    return os.environ.get("MOE_OPS_BACKEND")
+
+
 def cache_dir() -> Path:
     """MOE_OPS_CACHE_DIR: where results of slow probes are kept; else moe_ops under XDG_CACHE_HOME or ~/.cache.
 

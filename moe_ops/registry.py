@@ -51,7 +51,7 @@ class Op:
 
     def _run(self, outputs: tuple[torch.Tensor, ...], arguments: dict) -> None:
         rest = dict(arguments)
-        pick(self.name, rest.pop("backend"), _device(arguments), self.kernels)(outputs, **rest)
+        pick(self.name, rest.pop("backend"), _device(arguments), self.kernels, arguments)(outputs, **rest)
 
 
 def define_op(name: str, schema: str, *, contract: Contract, kernels: Kernels) -> Op:

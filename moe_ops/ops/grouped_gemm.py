@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import check
+from moe_ops.backends import lazy
 from moe_ops.meta import grouped_gemm as contract
 from moe_ops.reference import grouped_gemm as reference
 from moe_ops.registry import define_op, define_ws
@@ -15,13 +16,21 @@ CONTIGUOUS = define_op(
     "grouped_gemm_contiguous",
     f'({_OPERANDS}, Tensor m_indices, *, str recipe, str backend="auto") -> Tensor',
     contract=contract.grouped_gemm_contiguous,
-    kernels={"reference": reference.grouped_gemm_contiguous},
+    kernels={
+        "reference": reference.grouped_gemm_contiguous,
+        "triton": lazy("moe_ops.kernels.grouped_gemm:grouped_gemm_contiguous"),
+        "deep_gemm": lazy("moe_ops.kernels.deep_gemm:grouped_gemm_contiguous"),
+    },
 )
 MASKED = define_op(
     "grouped_gemm_masked",
     f'({_OPERANDS}, Tensor masked_m, *, str recipe, SymInt expected_m=1, str backend="auto") -> Tensor',
     contract=contract.grouped_gemm_masked,
-    kernels={"reference": reference.grouped_gemm_masked},
+    kernels={
+        "reference": reference.grouped_gemm_masked,
+        "triton": lazy("moe_ops.kernels.grouped_gemm:grouped_gemm_masked"),
+        "deep_gemm": lazy("moe_ops.kernels.deep_gemm:grouped_gemm_masked"),
+    },
 )
 
 _BUFFERS = {"gemm1": ("x_q", "x_scale", "gateup"), "gemm2": ("act_q", "act_scale", "down")}

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ops.backends import lazy
 from moe_ops.meta import pack_scale as contract
 from moe_ops.reference import pack_scale as reference
 from moe_ops.registry import define_op, define_packed_ws
@@ -13,7 +14,7 @@ PACK_SCALE = define_op(
     "pack_scale",
     f"({_SCHEMA}) -> Tensor",
     contract=contract.pack_scale,
-    kernels={"reference": reference.pack_scale},
+    kernels={"reference": reference.pack_scale, "triton": lazy("moe_ops.kernels.pack_scale:pack_scale")},
 )
 define_packed_ws(PACK_SCALE, f"(Tensor(a!) ws, {_SCHEMA}) -> ()")
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ops.backends import lazy
 from moe_ops.meta import pre_permute as contract
 from moe_ops.reference import pre_permute as reference
 from moe_ops.registry import define_op, define_ws
@@ -17,13 +18,19 @@ CONTIGUOUS = define_op(
     "pre_permute_contiguous",
     f"({_SCHEMA}) -> (Tensor x_q, Tensor x_scale, Tensor m_indices, Tensor src2dst)",
     contract=contract.pre_permute_contiguous,
-    kernels={"reference": reference.pre_permute_contiguous},
+    kernels={
+        "reference": reference.pre_permute_contiguous,
+        "triton": lazy("moe_ops.kernels.pre_permute:pre_permute_contiguous"),
+    },
 )
 MASKED = define_op(
     "pre_permute_masked",
     f"({_SCHEMA}) -> (Tensor x_q, Tensor x_scale, Tensor masked_m, Tensor src2dst)",
     contract=contract.pre_permute_masked,
-    kernels={"reference": reference.pre_permute_masked},
+    kernels={
+        "reference": reference.pre_permute_masked,
+        "triton": lazy("moe_ops.kernels.pre_permute:pre_permute_masked"),
+    },
 )
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_ops.backends import lazy
 from moe_ops.meta import topk as contract
 from moe_ops.reference import topk as reference
 from moe_ops.registry import define_op, define_packed_ws
@@ -18,7 +19,7 @@ TOPK = define_op(
     "topk",
     f"({_SCHEMA}) -> (Tensor topk_weights, Tensor topk_ids)",
     contract=contract.topk,
-    kernels={"reference": reference.topk},
+    kernels={"reference": reference.topk, "triton": lazy("moe_ops.kernels.topk:topk")},
 )
 define_packed_ws(TOPK, f"(Tensor(a!) ws, {_SCHEMA}) -> ()")
 
