@@ -54,7 +54,7 @@ def why_not_deep_gemm(op: str, device: torch.device, recipe: str, scale_format: 
     if not arch.runs(recipe, scale_format, device, "deep_gemm"):
         return f"deep_gemm does not read {recipe} with {scale_format} scales on {arch.arch_of(op, device)}."
     if op.endswith("masked") and arch.arch_of(op, device) == "sm120":
-        return "deep_gemm has no masked GEMM on sm120."
+        return "deep_gemm is used on sm120 in the contiguous layout only, as SGLang does."
     found = deep_gemm.probe()
     return None if found.works else found.reason
 

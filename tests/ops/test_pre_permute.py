@@ -199,6 +199,16 @@ def test_pre_permute_ws_matches_the_functional_form(recipe, scale_format, layout
         assert_bits_equal(space["x_scale"][valid], results[1][valid])
 
 
+@pytest.mark.parametrize("T, layout", [(1, "contiguous"), (2, "masked"), (128, "masked"), (129, "contiguous")])
+def test_pre_permute_ws_decides_auto_by_the_token_count(T, layout, arena):
+    x, ids, form = tokens(T, 128), routing(T, 4, 2), dict(recipe="fp8_block", scale_format="ue8m0")
+    space = arena(T=T, top_k=2, E=4, K=128, I=128, **form, layout="auto")
+    torch.ops.moe.pre_permute_ws(space.ws, x, ids, 0, "auto", *space.sizes)
+    results = OPS[layout](x, ids, num_local_experts=4, **form)
+    assert_bits_equal(space["m_indices" if layout == "contiguous" else "masked_m"], results[2])
+    assert_bits_equal(space["src2dst"], results[3])
+
+
 def valid_rows(layout, results) -> torch.Tensor:
     """Mask of the rows that routes own."""
     if layout == "contiguous":

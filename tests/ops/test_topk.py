@@ -246,6 +246,12 @@ def test_topk_edges_bias_ranks_and_does_not_weigh():
     assert_row(weights[0], ids[0], score_row([0.0, 3.0], "sigmoid"), [0, 3])
 
 
+def test_topk_edges_bias_is_added_in_float32():
+    assert topk(torch.zeros(1, 2).half(), 2, scoring="sigmoid", bias=torch.tensor([1, 1 + 2.0**-20]))[1].tolist() == [
+        [1, 0]
+    ]
+
+
 def test_topk_edges_group_scores_differ():
     """One group holds the largest key, the other the largest pair."""
     logits = torch.tensor([[2.5, -3.0, 2.0, 2.0]])
