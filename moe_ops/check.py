@@ -9,6 +9,7 @@ import torch
 
 from moe_ops.spec import TensorSpec
 
+_PLAN_IT = "Size it by moe_ops.plan(...).workspace_bytes for the largest T."
 _ADDRESS = 64  # bytes: what torch's CPU allocator aligns to (its CUDA allocator: 512)
 
 
@@ -91,12 +92,11 @@ def given(op: str, argument: str, tensor: torch.Tensor | None, reason: str) -> t
     return tensor
 
 
-def workspace(op: str, ws: torch.Tensor, needed, *, traced: bool = False) -> None:
+def workspace(op: str, ws: torch.Tensor, needed, *, fix: str = _PLAN_IT, traced: bool = False) -> None:
     """A workspace is flat, contiguous uint8, long enough, and aligned (a traced one has no address to look at)."""
     dtype(op, "workspace", ws, (torch.uint8,), "Allocate torch.empty(bytes, dtype=torch.uint8).")
     flat = ws.dim() == 1 and ws.is_contiguous()
     value(flat, op, "workspace", "flat and contiguous", lambda: _sizes(ws.shape), "Use one flat tensor.")
-    fix = "Size it by moe_ops.plan(...).workspace_bytes for the largest T."
     value(ws.numel() >= needed, op, "workspace", f"at least {needed} bytes", lambda: ws.numel(), fix)
     if not traced:
         offset = ws.data_ptr() % _ADDRESS

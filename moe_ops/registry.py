@@ -18,6 +18,7 @@ NAMESPACE = "moe"
 SCHEMAS: list[str] = []
 """Every schema of the namespace, in the order of definition."""
 
+_PACKED = "It holds the results one after another, each at a multiple of 256 bytes."
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 # Scales are their strides, so the compiler must hand them over untouched.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -96,7 +97,7 @@ def define_packed_ws(op: Op, schema: str) -> None:
     def run(*, ws, **arguments):
         specs = op.contract(**arguments)
         offsets, needed = pack(specs)
-        check.workspace(name, ws, needed)
+        check.workspace(name, ws, needed, fix=_PACKED)
         op.into(tuple(spec.carve(ws, offset) for spec, offset in zip(specs, offsets, strict=True)), **arguments)
 
     define_ws(name, schema, run)

@@ -31,10 +31,10 @@ def align(a, b):
 def contiguous_rows(T, top_k: int, E: int):
     """Rows of the contiguous layout in the worst case over all routings of T tokens: exact, not a guess.
 
-    A token has at most min(top_k, E) distinct experts. The worst routing touches as many experts as it can with one
+    The worst routing touches as many experts as it can with one
     row each (one block apiece) and fills further blocks with the rest, until every expert has all T tokens.
     """
-    routes = T * min(top_k, E)
+    routes = T * top_k
     touched = torch.sym_min(routes, E)
     return torch.sym_min(touched + (routes - touched) // BLOCK, E * ceil_div(T, BLOCK)) * BLOCK
 

@@ -76,8 +76,8 @@ def grouped_gemm_contiguous(
     Args:
         x, x_scale: (M, K) rows and their MN-major scales, as pre_permute_contiguous returns them. M a multiple of 128.
         w, w_scale: (E, N, K) prepared weights (int8 (E, N, K / 2) for mxfp4) and their scales (prepare_weights).
-        m_indices: (M,) int32. Within a block of 128 rows one expert, then only -1: GPU kernels read a block's first row
-            and compute the whole block with that expert, or skip it. A mixed block is refused on the CPU.
+        m_indices: (M,) int32. A block of 128 rows holds one expert's label and -1, and starts with the label if it has
+            one: GPU kernels read that first row and compute the whole block, or skip it. The CPU refuses other blocks.
         recipe: name in RECIPES.
 
     Returns:

@@ -6,6 +6,7 @@ Each expert's valid rows go through one matrix product in slot order, whatever t
 import torch
 
 from moe_ops.recipes import Recipe, get_recipe
+from moe_ops.reference.bounds import check_counts
 from moe_ops.reference.quantize import dequantize_rows, dequantize_weight
 from moe_ops.rows import BLOCK
 
@@ -23,7 +24,7 @@ def grouped_gemm_contiguous(outputs, *, x, x_scale, w, w_scale, m_indices, recip
 def grouped_gemm_masked(outputs, *, x, x_scale, w, w_scale, masked_m, expected_m, recipe) -> None:
     (out,) = outputs
     row = get_recipe("grouped_gemm_masked", recipe)
-    _check_counts(masked_m, x.shape[1])
+    check_counts("grouped_gemm_masked", masked_m, x.shape[1])
     for expert, valid in enumerate(masked_m.tolist()):
         if valid:
             scale = x_scale[expert, :valid] if row.quantised else None
@@ -51,15 +52,4 @@ def _check_labels(m_indices: torch.Tensor, E: int) -> None:
             f"grouped_gemm_contiguous: m_indices must be one expert below {E} in each block of {BLOCK} rows, -1 only "
             f"behind it; got {int(blocks[block, offset])} in row {block * BLOCK + offset} of a block that starts with "
             f"{int(first[block])}. Start each expert's rows on a multiple of {BLOCK}."
-        )
-
-
-def _check_counts(masked_m: torch.Tensor, m_max: int) -> None:
-    """Refuses a count outside its slab: a negative one would wrap, a larger one reach into the next expert."""
-    wrong = (masked_m < 0) | (masked_m > m_max)
-    if wrong.any():
-        expert = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"grouped_gemm_masked: masked_m must be between 0 and m_max={m_max}; got {int(masked_m[expert])} for "
-            f"expert {expert}. Pass pre_permute's result."
         )

@@ -2,12 +2,15 @@
 
 import torch
 
+from moe_ops.reference.bounds import check_below
+
 
 def post_permute(
     outputs, *, rows, src2dst, topk_weights, topk_ids, bias, expert_start, routed_scaling_factor, mode, dtype
 ) -> None:
     (out,) = outputs
     flat = rows.flatten(0, -2)
+    check_below("post_permute", "src2dst", src2dst, len(flat), "rows")
     total = torch.zeros(out.shape[0], out.shape[-1], dtype=torch.float32, device=out.device)
     for route in range(src2dst.shape[1]):
         here = (src2dst[:, route] >= 0).nonzero().flatten()

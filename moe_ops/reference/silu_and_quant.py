@@ -3,11 +3,14 @@
 import torch
 
 from moe_ops.recipes import get_recipe
+from moe_ops.reference.bounds import check_below, check_counts
 from moe_ops.reference.quantize import quantize_groups, stored
 
 
 def silu_and_quant_contiguous(outputs, *, gateup, m_indices, **attributes) -> None:
     act_out, scale_out = outputs
+    if attributes["bias"] is not None:
+        check_below("silu_and_quant_contiguous", "m_indices", m_indices, len(attributes["bias"]), "experts of bias")
     rows = (m_indices >= 0).nonzero().flatten()
     act, scale = _act(gateup[rows], m_indices[rows].long(), **attributes)
     _put(act_out, rows, act)
@@ -17,7 +20,8 @@ def silu_and_quant_contiguous(outputs, *, gateup, m_indices, **attributes) -> No
 
 def silu_and_quant_masked(outputs, *, gateup, masked_m, **attributes) -> None:
     act_out, scale_out = outputs
-    E, m_max = gateup.shape[:2]
+    m_max = gateup.shape[1]
+    check_counts("silu_and_quant_masked", masked_m, m_max)
     slot = torch.arange(m_max, device=gateup.device)
     expert, slot = (slot < masked_m[:, None]).nonzero(as_tuple=True)
     act, scale = _act(gateup[expert, slot], expert, **attributes)

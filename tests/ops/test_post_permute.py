@@ -287,3 +287,12 @@ def test_post_permute_explains_itself(kind, sentence, bad, says):
 def test_post_permute_explains_itself_about_gradients(name, refuses_gradients):
     arguments = dict(rows=ROWS, src2dst=MAP, topk_weights=torch.ones(3, 2), bias=BIAS, topk_ids=IDS)
     refuses_gradients("post_permute", post_permute, arguments, name)
+
+
+def test_post_permute_explains_itself_about_rows_that_are_not_there():
+    rows, src2dst = torch.zeros(128, 256, dtype=torch.bfloat16), torch.tensor([[0, 128]], dtype=torch.int32)
+    with pytest.raises(ValueError) as caught:
+        torch.ops.moe.post_permute(rows, src2dst)
+    assert str(caught.value) == (
+        "post_permute: src2dst must be below 128, the rows; got 128 at (0, 1). Pass pre_permute's result."
+    )

@@ -272,7 +272,7 @@ def test_quantize_explains_itself(kind, sentence, bad, says):
 
 def test_quantize_explains_itself_about_workspaces(says):
     run = torch.ops.moe.quantize_ws
-    remedy = "Size it by moe_ops.plan(...).workspace_bytes for the largest T."
+    remedy = "It holds the results one after another, each at a multiple of 256 bytes."
     with says(ValueError, f"quantize_ws: workspace must be at least 1024 bytes; got 1023. {remedy}"):
         run(torch.empty(1023, dtype=torch.uint8), X)
     with says(

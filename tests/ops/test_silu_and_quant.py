@@ -374,3 +374,26 @@ def test_silu_and_quant_explains_itself_about_gradients(layout, name, refuses_gr
     rows = "m_indices" if layout == "contiguous" else "masked_m"
     arguments = dict(gateup=gateup_of(layout), bias=torch.ones(2, 256), recipe="fp8_block") | {rows: ROWS[layout]}
     refuses_gradients(f"silu_and_quant_{layout}", OPS[layout], arguments, name)
+
+
+@pytest.mark.parametrize("count", [-1, 129])
+def test_silu_and_quant_explains_itself_about_counts_outside_the_slab(count):
+    gateup, masked_m = torch.zeros(2, 128, 256, dtype=torch.bfloat16), torch.tensor([0, count], dtype=torch.int32)
+    with pytest.raises(ValueError) as caught:
+        torch.ops.moe.silu_and_quant_masked(gateup, masked_m, recipe="bf16", scale_format="none")
+    assert str(caught.value) == (
+        f"silu_and_quant_masked: masked_m must be between 0 and m_max=128; got {count} for expert 1. "
+        "Pass pre_permute's result."
+    )
+
+
+def test_silu_and_quant_explains_itself_about_labels_without_a_bias_row():
+    gateup, labels = torch.zeros(128, 256, dtype=torch.bfloat16), torch.full((128,), 3, dtype=torch.int32)
+    with pytest.raises(ValueError) as caught:
+        torch.ops.moe.silu_and_quant_contiguous(
+            gateup, labels, recipe="bf16", scale_format="none", bias=torch.zeros(3, 256)
+        )
+    assert str(caught.value) == (
+        "silu_and_quant_contiguous: m_indices must be below 3, the experts of bias; got 3 at (0,). "
+        "Pass pre_permute's result."
+    )
