@@ -30,6 +30,9 @@ lint: setup
 	rm -rf build/typed && $(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	$(VENV)/bin/pyright
 
+bench: setup
+	$(PY) -m moe_ops.bench
+
 stubs: setup
 	$(PY) -m moe_ops.schemas > csrc_stubs/schemas.h
 

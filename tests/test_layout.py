@@ -38,6 +38,7 @@ LAYERS = [
     {"layer"},
     {"checkpoints"},
     {"testing", "schemas", "cli"},
+    {"bench"},
 ]
 
 
@@ -47,6 +48,7 @@ def test_layout_every_op_has_its_homes(verb):
         "contract": f"meta/{verb}.py",
         "registration": f"moe_ops/ops/{verb}.py",
         "reference": f"moe_ops/reference/{verb}.py",
+        "kernel": f"moe_ops/kernels/{verb}.py",
         "test": f"tests/ops/test_{verb}.py",
     }
     missing = [

@@ -1,0 +1,1 @@
+"""Times of the whole layer: `python -m moe_ops.bench --help`."""
