@@ -14,6 +14,7 @@ IDS = (torch.int32, torch.int64)
 def contiguous_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format: str) -> tuple[TensorSpec, ...]:
     """(x_q, x_scale, m_indices, src2dst)"""
     M = contiguous_rows(T, top_k, E)
+    _check_rows(M)
     return (
         *row_specs(M, K, recipe=recipe, scale_format=scale_format),
         TensorSpec.contiguous(M, dtype=torch.int32),
@@ -23,11 +24,19 @@ def contiguous_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format
 
 def masked_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format: str) -> tuple[TensorSpec, ...]:
     """(x_q, x_scale, masked_m, src2dst)"""
+    _check_rows(E * masked_rows(T))
     return (
         *row_specs(E, masked_rows(T), K, recipe=recipe, scale_format=scale_format),
         TensorSpec.contiguous(E, dtype=torch.int32),
         TensorSpec.contiguous(T, top_k, dtype=torch.int32),
     )
+
+
+def _check_rows(rows) -> None:
+    """src2dst holds row numbers in int32. A traced size is checked when the kernel runs."""
+    if isinstance(rows, int):
+        fix = "Split the tokens, or take the contiguous layout."
+        check.value(rows < 2**31, "pre_permute", "the number of rows", "below 2^31", rows, fix)
 
 
 def pre_permute_contiguous(**arguments) -> tuple[TensorSpec, ...]:

@@ -4,6 +4,8 @@ To Dynamo and torch.export it is one node; AOTAutograd and Inductor see the stag
 workspace and nothing else, so eager and compiled alike make two allocations (workspace and result) and no copy.
 """
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -13,61 +15,24 @@ from moe_ops.meta import fused_deepgemm as contract
 from moe_ops.planner import Layer, plan_layer, workspace_bytes
 from moe_ops.registry import define_composite
 from moe_ops.rows import ceil_div
+from moe_ops.workspace import sizes_of
 
 
-def _forward(
-    *,
-    hidden_states,
-    topk_weights,
-    topk_ids,
-    w13,
-    w13_scale,
-    w2,
-    w2_scale,
-    w13_bias,
-    w2_bias,
-    activation,
-    swiglu_limit,
-    gemm1_alpha,
-    gemm1_clamp_limit,
-    routed_scaling_factor,
-    expert_start,
-    num_experts,
-    backend,
-    workspace,
-    **rest,
-) -> Tensor:
-    sizes = contract.fused_deepgemm(
-        hidden_states=hidden_states,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        w13=w13,
-        w13_scale=w13_scale,
-        w2=w2,
-        w2_scale=w2_scale,
-        w13_bias=w13_bias,
-        w2_bias=w2_bias,
-        activation=activation,
-        swiglu_limit=swiglu_limit,
-        gemm1_alpha=gemm1_alpha,
-        gemm1_clamp_limit=gemm1_clamp_limit,
-        expert_start=expert_start,
-        num_experts=num_experts,
-        backend=backend,
-        **rest,
-    )
-    ws = _workspace(workspace, hidden_states, Layer(**sizes))
-    experts = sizes["E"] if num_experts == -1 else num_experts
-    hint = ceil_div(sizes["T"] * sizes["top_k"], experts)  # mean rows an expert
-    formula = (activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit)
-    scaling = (expert_start, routed_scaling_factor, hidden_states.dtype)
-    tail = (backend, *sizes.values())
+def _forward(*, workspace, routed_scaling_factor, **arguments) -> Tensor:
+    layer = Layer(**contract.fused_deepgemm(**arguments))
+    given = SimpleNamespace(**arguments)
+    ws = _workspace(workspace, given.hidden_states, layer)
+    experts = layer.E if given.num_experts == -1 else given.num_experts
+    hint = ceil_div(layer.T * layer.top_k, experts)  # mean rows an expert
+    formula = (given.activation, given.swiglu_limit, given.gemm1_alpha, given.gemm1_clamp_limit)
+    result = (given.w2_bias, given.expert_start, routed_scaling_factor, given.hidden_states.dtype)
+    tail = (given.backend, *sizes_of(layer))
     moe = torch.ops.moe
-    moe.pre_permute_ws(ws, hidden_states, topk_ids, expert_start, *tail)
-    moe.grouped_gemm_ws(ws, w13, w13_scale, "gemm1", hint, *tail)
-    moe.silu_and_quant_ws(ws, w13_bias, *formula, *tail)
-    moe.grouped_gemm_ws(ws, w2, w2_scale, "gemm2", hint, *tail)
-    return moe.post_permute_ws(ws, topk_weights, topk_ids, w2_bias, *scaling, *tail)
+    moe.pre_permute_ws(ws, given.hidden_states, given.topk_ids, given.expert_start, *tail)
+    moe.grouped_gemm_ws(ws, given.w13, given.w13_scale, "gemm1", hint, *tail)
+    moe.silu_and_quant_ws(ws, given.w13_bias, *formula, *tail)
+    moe.grouped_gemm_ws(ws, given.w2, given.w2_scale, "gemm2", hint, *tail)
+    return moe.post_permute_ws(ws, given.topk_weights, given.topk_ids, *result, *tail)
 
 
 def _workspace(workspace: Tensor | None, hidden_states: Tensor, layer: Layer) -> Tensor:
@@ -134,7 +99,8 @@ def fused_deepgemm(
         w13_bias, w2_bias: (E, 2 I) and (E, K) float.
         activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit: the formula; see silu_and_quant_contiguous.
         routed_scaling_factor: multiplies the sum, once, here. Do not also scale topk_weights.
-        expert_start, num_experts: this rank holds experts [expert_start, expert_start + E) of num_experts (-1: E).
+        expert_start, num_experts: this rank holds experts [expert_start, expert_start + E) of num_experts. -1: E; only
+            a tuning hint depends on it.
         backend: auto, or one by name, which raises where it cannot run.
         workspace: flat uint8 scratch memory to use instead of a fresh one, at least plan(...).total_bytes long
             (plan(...).workspace_bytes serves every smaller T too). Its contents mean nothing, before and after.

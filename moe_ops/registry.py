@@ -52,7 +52,10 @@ class Op:
 
     def _run(self, outputs: tuple[torch.Tensor, ...], arguments: dict) -> None:
         rest = dict(arguments)
-        pick(self.name, rest.pop("backend"), _device(arguments), self.kernels, arguments)(outputs, **rest)
+        device = _device(arguments)
+        kernel = pick(self.name, rest.pop("backend"), device, self.kernels, arguments)
+        with torch.autocast(device.type, enabled=False):  # a kernel's arithmetic is its own, whatever surrounds it
+            kernel(outputs, **rest)
 
 
 def define_op(name: str, schema: str, *, contract: Contract, kernels: Kernels) -> Op:

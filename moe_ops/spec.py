@@ -48,6 +48,11 @@ class TensorSpec:
     def zeros(self, device) -> torch.Tensor:
         return self._shaped(torch.zeros(self.storage, dtype=self.dtype, device=device))
 
+    def restride(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with the spec's strides where only axes of size 1 differ: a copy through a file or another device
+        resets those, and TMA descriptors are made from them."""
+        return tensor if tensor.stride() == self.stride else tensor.as_strided(self.shape, self.stride)
+
     def carve(self, ws: torch.Tensor, offset: int) -> torch.Tensor:
         """The tensor at byte `offset` of the flat uint8 tensor `ws`."""
         return self._shaped(ws[offset : offset + self.nbytes].view(self.dtype))

@@ -10,6 +10,11 @@ LAYER_SCHEMA = "SymInt T, int top_k, int E, int K, int I, str recipe, str scale_
 """Ends the schema of every stage. `layout` may be auto: the kernel decides from the concrete T."""
 
 
+def sizes_of(layer: Layer) -> tuple:
+    """The layer's sizes in the order of LAYER_SCHEMA."""
+    return tuple(getattr(layer, argument.split()[1]) for argument in LAYER_SCHEMA.split(", "))
+
+
 class Stage:
     """One stage's view of the workspace: `stage["x_q"]` is a buffer of the plan, `stage.layer` its sizes."""
 

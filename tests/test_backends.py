@@ -48,6 +48,21 @@ def test_deep_gemm_calls_pass_the_library_checks(major, recipe, scale_format, la
     assert relative_error(got, case.judge(inputs, weights)) <= case.max_diff
 
 
+def test_deep_gemm_gets_the_stride_of_a_width_one_scale():
+    """A packed scale of one word a row comes back from a file or another device with the stride of that axis reset."""
+    case = LayerCase("fp8_block", "ue8m0", T=9, K=512, I=512)
+    inputs, weights = case.build()
+    reset = {
+        name: t.clone().as_strided(t.shape, (t.shape[1], 1, 1)) if name.endswith("scale") else t
+        for name, t in weights.tensors().items()
+        if t is not None
+    }
+    with deep_gemm.use(stub), stub.arch(10):
+        expected = case.run(inputs, weights, backend="deep_gemm")
+        got = torch.ops.moe.fused_deepgemm(*inputs, **reset, recipe="fp8_block", backend="deep_gemm")
+    assert torch.equal(got, expected)
+
+
 def test_deep_gemm_without_tokens_calls_nothing():
     for layout in LAYOUTS[1:]:
         case = LayerCase("fp8_block", layout=layout, T=0)

@@ -211,4 +211,4 @@ with torch.no_grad():
 print("equal")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "equal", done.stderr
+    assert done.stdout.strip() == "equal", f"exit {done.returncode}: {done.stderr}"

@@ -5,10 +5,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_ops import plan
+from moe_ops import MoELayer, plan
 from moe_ops.recipes import RECIPES
 from moe_ops.rows import LAYOUTS
-from moe_ops.testing import PATTERNS, LayerCase, assert_bits_equal, poisoned, relative_error
+from moe_ops.testing import PATTERNS, LayerCase, assert_bits_equal, check_op, poisoned, relative_error
 from moe_ops.testing.cases import DISTRIBUTIONS
 
 FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
@@ -226,3 +226,43 @@ def test_forward_row_past_the_grid_limit():
     some = tuple(t[sample] for t in inputs)
     assert relative_error(out[sample], case.judge(some, weights)) <= case.max_diff
     assert_bits_equal(case.run(inputs, weights, layout="masked"), out)
+
+
+@pytest.mark.parametrize("arena", [False, True], ids=["fresh", "arena"])
+@pytest.mark.parametrize("T", [0, 1, 5])
+def test_forward_meets_its_schema(T, arena):
+    """The composite itself: what it mutates is what its schema says."""
+    case = LayerCase("bf16", T=T)
+    inputs, weights = case.build()
+    sizes = dict(T=8, E=case.E, K=case.K, I=case.I, top_k=case.top_k, recipe="bf16")
+    more = {"workspace": poisoned(plan(**sizes).workspace_bytes)} if arena else {}
+    check_op(torch.ops.moe.fused_deepgemm.default, *inputs, **weights.tensors(), recipe="bf16", **more)
+
+
+def test_forward_uses_the_arena_it_is_given():
+    case = LayerCase("fp8_block")
+    inputs, weights = case.build()
+    sizes = dict(T=case.T, E=case.E, K=case.K, I=case.I, top_k=case.top_k, recipe=case.recipe)
+    arena = poisoned(plan(**sizes).workspace_bytes)
+    layer = MoELayer(torch.randn(case.E, case.K), weights, top_k=2)
+    layer(inputs[0], workspace=arena)
+    assert (arena != 0xFF).any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_forward_under_autocast_is_the_same(recipe):
+    case = LayerCase(recipe, bias=True)
+    inputs, weights = case.build()
+    expected = case.run(inputs, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_bits_equal(case.run(inputs, weights), expected)
+
+
+def test_forward_refuses_more_rows_than_int32_counts():
+    sizes = dict(top_k=1, E=32, K=128, I=128, recipe="bf16")
+    with pytest.raises(ValueError) as caught:
+        plan(T=2**27, **sizes, layout="masked")
+    assert str(caught.value) == (
+        "pre_permute: the number of rows must be below 2^31; got 4294967296. "
+        "Split the tokens, or take the contiguous layout."
+    )

@@ -19,6 +19,7 @@ import torch
 
 from moe_ops import arch, env
 from moe_ops.recipes import Recipe, get_recipe
+from moe_ops.spec import TensorSpec
 
 _DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm", "deep_gemm")
 _WHICH = (
@@ -115,6 +116,7 @@ def grouped_gemm_contiguous(outputs, *, x, x_scale, w, w_scale, m_indices, recip
     if out.shape[0] == 0:
         return
     row, dg = get_recipe("grouped_gemm_contiguous", recipe), library()
+    x_scale, w_scale = _as_stored(x_scale), _as_stored(w_scale)
     if row.quantised:
         dg.m_grouped_fp8_fp4_gemm_nt_contiguous((x, x_scale), (w, w_scale), out, m_indices, **_granularity(row))
     else:
@@ -127,11 +129,19 @@ def grouped_gemm_masked(outputs, *, x, x_scale, w, w_scale, masked_m, expected_m
     if out.shape[1] == 0:
         return
     row, dg = get_recipe("grouped_gemm_masked", recipe), library()
+    x_scale, w_scale = _as_stored(x_scale), _as_stored(w_scale)
     hint = max(1, expected_m)
     if row.quantised:
         dg.m_grouped_fp8_fp4_gemm_nt_masked((x, x_scale), (w, w_scale), out, masked_m, hint, **_granularity(row))
     else:
         dg.m_grouped_bf16_gemm_nt_masked(x, w, out, masked_m, hint)
+
+
+def _as_stored(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """A packed scale of width 1 with the stride that the library checks: a copy through a file or a device resets it."""
+    if scale is None or scale.dtype != torch.int32 or scale.shape[-1] != 1:
+        return scale
+    return TensorSpec.mn_major(*scale.shape, dtype=scale.dtype).restride(scale)
 
 
 def _granularity(recipe: Recipe) -> dict:
