@@ -33,8 +33,11 @@ from moe_ops.ops import (  # noqa: E402
 )
 from moe_ops.planner import BufferPlan, plan  # noqa: E402
 from moe_ops.prep import MoEWeights, PrepReport, prepare_weights  # noqa: E402
+from moe_ops.registry import tag_compile_caches as _tag_compile_caches  # noqa: E402
 
 __version__ = "0.1.0"
+_tag_compile_caches(__version__)
+
 __all__ = [
     "BufferPlan",
     "MoELayer",

@@ -7,9 +7,18 @@ from functools import lru_cache
 import torch
 
 from moe_ops import arch, check, env
+from moe_ops.rows import BLOCK
 
 BACKENDS = ("auto", "reference", "triton", "deep_gemm")
-AUTO_RULE = "auto: reference on a CPU; on a CUDA card deep_gemm for the GEMMs that it reads there, triton for the rest"
+FEW_ROWS = 8
+"""Mean rows an expert up to which `auto` takes the Triton GEMMs. On one H200 (torch 2.11, 2026-12-01,
+docs/results/layer_h200.json) they are the faster ones up to 4 rows (fp8 layer, E=128 K=2048 I=768, T=64: 175 against
+205 us), deep_gemm's from 16 (E=32 K=7168 I=2048, T=64: 391 against 537 us)."""
+
+AUTO_RULE = (
+    f"auto: reference on a CPU; on a CUDA card deep_gemm for the GEMMs that it reads there from {FEW_ROWS + 1} rows an "
+    "expert on, triton for the rest"
+)
 
 Kernels = Mapping[str, Callable]
 """Backend name -> kernel(outputs, **arguments), which writes the outputs in place."""
@@ -31,11 +40,12 @@ def pick(op: str, backend: str, device: torch.device, kernels: Kernels, argument
         if device.type == "cpu":
             backend = "reference"
         else:
-            backend = "deep_gemm" if gemm and why_not_deep_gemm(op, device, *_form(arguments)) is None else "triton"
+            many = gemm and not _few_rows(arguments)
+            backend = "deep_gemm" if many and why_not_deep_gemm(op, device, arguments) is None else "triton"
     if backend == "triton":
         _check_triton(op, device)
     elif backend == "deep_gemm":
-        reason = why_not_deep_gemm(op, device, *_form(arguments))
+        reason = why_not_deep_gemm(op, device, arguments)
         fix = "Pass backend='auto' for what runs here."
         torch._check_not_implemented(
             reason is None,
@@ -44,8 +54,9 @@ def pick(op: str, backend: str, device: torch.device, kernels: Kernels, argument
     return kernels[backend]
 
 
-def why_not_deep_gemm(op: str, device: torch.device, recipe: str, scale_format: str) -> str | None:
-    """A sentence that says why deep_gemm cannot multiply weights in this form on this device, or None if it can."""
+def why_not_deep_gemm(op: str, device: torch.device, arguments: Mapping) -> str | None:
+    """A sentence that says why deep_gemm cannot run this GEMM on this device, or None if it can."""
+    recipe, scale_format = _form(arguments)
     deep_gemm = importlib.import_module("moe_ops.kernels.deep_gemm")
     if deep_gemm.stand_in() is not None:  # it makes the library's checks itself
         return None
@@ -55,6 +66,8 @@ def why_not_deep_gemm(op: str, device: torch.device, recipe: str, scale_format: 
         return f"deep_gemm does not read {recipe} with {scale_format} scales on {arch.arch_of(op, device)}."
     if op.endswith("masked") and arch.arch_of(op, device) == "sm120":
         return "deep_gemm is used on sm120 in the contiguous layout only, as SGLang does."
+    if scale_format == "none" and arguments["w"].shape[2] % 64:
+        return f"deep_gemm's bf16 GEMM needs K to be a multiple of 64, and K is {arguments['w'].shape[2]}."
     found = deep_gemm.probe()
     return None if found.works else found.reason
 
@@ -75,6 +88,13 @@ _REFERENCE = (
     "backend='reference' is plain torch: right on any device, but slow and with host syncs, so it cannot be captured "
     "in a CUDA graph."
 )
+
+
+def _few_rows(arguments: Mapping) -> bool:
+    """Whether an expert has few rows on average. Contiguous: fewer blocks than experts, so many have none."""
+    if "expected_m" in arguments:
+        return arguments["expected_m"] <= FEW_ROWS
+    return arguments["x"].shape[0] < BLOCK * arguments["w"].shape[0]
 
 
 def _form(arguments: Mapping) -> tuple[str, str]:

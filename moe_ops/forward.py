@@ -25,7 +25,12 @@ def _forward(*, workspace, routed_scaling_factor, **arguments) -> Tensor:
     experts = layer.E if given.num_experts == -1 else given.num_experts
     hint = ceil_div(layer.T * layer.top_k, experts)  # mean rows an expert
     formula = (given.activation, given.swiglu_limit, given.gemm1_alpha, given.gemm1_clamp_limit)
-    result = (given.w2_bias, given.expert_start, routed_scaling_factor, given.hidden_states.dtype)
+    result = (
+        given.w2_bias,
+        given.expert_start,
+        routed_scaling_factor,
+        str(given.hidden_states.dtype).removeprefix("torch."),
+    )
     tail = (given.backend, *sizes_of(layer))
     moe = torch.ops.moe
     moe.pre_permute_ws(ws, given.hidden_states, given.topk_ids, given.expert_start, *tail)

@@ -5,6 +5,7 @@ its fake kernel and the guard that refuses gradients. `define_ws` registers the 
 `Library.define / impl` rather than `custom_op`: a call costs 5 us instead of 16, and a layer makes five.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -118,6 +119,16 @@ def define_composite(name: str, schema: str, body: Callable) -> None:
         return body(**arguments)
 
     _LIBRARY.impl(name, composite, "CompositeImplicitAutograd")
+
+
+def tag_compile_caches(version: str) -> None:
+    """Keys torch.compile's on-disk caches by this version and these schemas.
+
+    A cached graph is looked up by what Dynamo saw, the composite op, but holds calls of the stages: after an upgrade
+    that changes a stage it would call what is no longer there.
+    """
+    digest = hashlib.sha256("".join(SCHEMAS).encode()).hexdigest()[:12]
+    torch.compiler.config.cache_key_tag += f"moe_ops-{version}-{digest};"
 
 
 def _define(name: str, schema: str) -> Callable:

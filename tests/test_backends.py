@@ -29,8 +29,10 @@ ON_ARCH = [
 ]
 
 
-def form(recipe: str, scale: torch.dtype | None) -> dict:
-    return {"recipe": recipe, "w_scale": None if scale is None else torch.empty(0, dtype=scale)}
+def form(recipe: str, scale: torch.dtype | None, rows: int = 512, K: int = 128) -> dict:
+    """Arguments of a contiguous GEMM over 4 experts, as far as the choice looks at them."""
+    w_scale = None if scale is None else torch.empty(0, dtype=scale)
+    return {"recipe": recipe, "x": torch.empty(rows, K), "w": torch.empty(4, 1, K), "w_scale": w_scale}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
@@ -92,6 +94,19 @@ def test_auto_prefers_by_its_rule(monkeypatch):
     assert backends.pick("grouped_gemm_masked", "auto", CUDA, GEMM, block) == "triton"
     assert backends.pick("grouped_gemm_contiguous", "auto", CUDA, GEMM, block) == "deep_gemm"
     assert backends.pick("gemm", "auto", torch.device("cpu"), GEMM, form("bf16", None)) == "reference"
+
+
+def test_auto_takes_triton_for_few_rows_and_odd_sizes(monkeypatch):
+    monkeypatch.setattr(deep_gemm, "probe", lambda: deep_gemm.Probe(True, "0.2.0", ""))
+    monkeypatch.setattr(backends, "_check_triton", lambda op, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    few, many = form("bf16", None, rows=384), form("bf16", None, rows=512)
+    assert backends.pick("gemm", "auto", CUDA, GEMM, few) == "triton"
+    assert backends.pick("gemm", "deep_gemm", CUDA, GEMM, few) == "deep_gemm"
+    assert backends.pick("gemm", "auto", CUDA, GEMM, many) == "deep_gemm"
+    for expected_m, backend in ((backends.FEW_ROWS, "triton"), (backends.FEW_ROWS + 1, "deep_gemm")):
+        assert backends.pick("gemm", "auto", CUDA, GEMM, {**many, "expected_m": expected_m}) == backend
+    assert backends.pick("gemm", "auto", CUDA, GEMM, form("bf16", None, K=80)) == "triton"
 
 
 def test_deep_gemm_refused_in_words(monkeypatch):

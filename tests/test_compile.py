@@ -212,3 +212,8 @@ print("equal")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "equal", f"exit {done.returncode}: {done.stderr}"
+
+
+def test_compile_caches_are_keyed_by_the_schemas():
+    """A cached graph of another version of the stages must not be found: Dynamo's graph is the same for both."""
+    assert f"moe_ops-{moe_ops.__version__}-" in torch.compiler.config.cache_key_tag

@@ -138,7 +138,7 @@ def grouped_gemm_masked(outputs, *, x, x_scale, w, w_scale, masked_m, expected_m
 
 
 def _as_stored(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """A packed scale of width 1 with the stride that the library checks: a copy through a file or a device resets it."""
+    """A packed scale of width 1 with the stride that the library checks; a copy by way of a file resets it."""
     if scale is None or scale.dtype != torch.int32 or scale.shape[-1] != 1:
         return scale
     return TensorSpec.mn_major(*scale.shape, dtype=scale.dtype).restride(scale)

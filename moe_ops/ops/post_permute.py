@@ -5,6 +5,7 @@ from torch import Tensor
 
 from moe_ops.backends import lazy
 from moe_ops.meta import post_permute as contract
+from moe_ops.recipes import FLOATS
 from moe_ops.reference import post_permute as reference
 from moe_ops.registry import define_op, define_ws
 from moe_ops.spec import TensorSpec
@@ -20,6 +21,9 @@ POST_PERMUTE = define_op(
 )
 
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
+
 def _ws(*, ws, topk_weights, topk_ids, bias, expert_start, routed_scaling_factor, dtype, backend, **sizes) -> Tensor:
     stage = Stage("post_permute_ws", ws, topk_weights, topk_ids, bias, **sizes)
     arguments = dict(
@@ -31,7 +35,7 @@ def _ws(*, ws, topk_weights, topk_ids, bias, expert_start, routed_scaling_factor
         expert_start=expert_start,
         routed_scaling_factor=routed_scaling_factor,
         mode="sum",
-        dtype=dtype,
+        dtype=_DTYPES[dtype],
         backend=backend,
     )
     (spec,) = POST_PERMUTE.contract(**arguments)
@@ -41,13 +45,13 @@ def _ws(*, ws, topk_weights, topk_ids, bias, expert_start, routed_scaling_factor
 
 
 def _result(*, T, K, dtype, **_) -> tuple[TensorSpec]:
-    return (TensorSpec.contiguous(T, K, dtype=dtype),)
+    return (TensorSpec.contiguous(T, K, dtype=_DTYPES[dtype]),)
 
 
 define_ws(
     "post_permute_ws",
     "(Tensor ws, Tensor topk_weights, Tensor topk_ids, Tensor? bias, int expert_start, float routed_scaling_factor, "
-    f"ScalarType dtype, str backend, {LAYER_SCHEMA}) -> Tensor",
+    f"str dtype, str backend, {LAYER_SCHEMA}) -> Tensor",
     _ws,
     contract=_result,
 )
