@@ -131,6 +131,6 @@ def _missing_triton() -> str | None:
 
 
 def _interpreted() -> bool:
-    import triton
+    from triton import knobs
 
-    return triton.knobs.runtime.interpret
+    return knobs.runtime.interpret

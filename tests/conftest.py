@@ -1,9 +1,14 @@
 """Every test starts from a seed and from poisoned memory; markers skip with a reason."""
 
+import os
+
 import pytest
 import torch
 
 from moe_ops.testing import poisoned_memory
+
+# Interpreting and compiling kernels exclude each other in a process; test_interpreter.py starts one for tests/interp.
+collect_ignore = ["aot" if os.environ.get("TRITON_INTERPRET") == "1" else "interp"]
 
 torch.set_num_threads(1)  # workers share the cores; OpenMP teams that wait for one another take 20 times longer
 

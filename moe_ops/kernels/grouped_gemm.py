@@ -4,9 +4,10 @@ One source for all cards. With few rows an expert the operands are swapped: a te
 (128 for Blackwell's block-scaled formats), so 128 weight rows take that side and 16 tokens the other.
 
 - bf16: one chain of products.
-- block scales: the product of each 128 columns of K is a sum of its own, scaled and added in float32. Hopper keeps an
-  fp8 chain in an accumulator of reduced precision; this bounds what that loses.
-- MX: tl.dot_scaled, which is one instruction on sm_100. Hopper multiplies exact bf16 copies of the operands.
+- block: the product of each 128 columns of K is a sum of its own, scaled and added in float32. Hopper keeps an fp8
+  chain in an accumulator of reduced precision; this bounds what that loses. packed: the same with UE8M0 words, a
+  scale for every weight row.
+- mx: tl.dot_scaled, which is one instruction on sm_100. Hopper multiplies exact bf16 copies of the operands.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Tile:
 
 
 # Kind of product -> tiles by rising rows; the first that holds an expert's mean rows is taken.
-# Of the candidates that compile without spills (tests/aot); Hopper's fp8 tiles are those that were fastest on an H200.
+# Sizes that compile without spills on Triton 3.6 and 3.7 (tests/aot); not tuned on cards.
 _HOPPER = {
     "bf16": (Tile(16, 128, 64, 4, 4, swap=True), Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 3)),
     "block": (
@@ -49,11 +50,18 @@ _HOPPER = {
         Tile(64, 128, 128, 4, 3),
         Tile(128, 128, 128, 8, 3),
     ),
-    "mx": (Tile(16, 128, 128, 8, 3, swap=True), Tile(64, 128, 128, 8, 3), Tile(128, 128, 128, 8, 3)),
+    "packed": (
+        Tile(16, 128, 128, 4, 3, swap=True),
+        Tile(32, 128, 128, 4, 3, swap=True),
+        Tile(64, 128, 128, 4, 3),
+        Tile(128, 128, 128, 8, 2),
+    ),
+    "mx": (Tile(16, 128, 128, 4, 3, swap=True), Tile(64, 128, 128, 8, 3), Tile(128, 128, 128, 8, 3)),
 }
 _BLACKWELL = {
     "bf16": _HOPPER["bf16"],
-    "block": (Tile(16, 128, 128, 4, 4, swap=True), Tile(64, 128, 128, 4, 3, swap=True), Tile(128, 128, 128, 8, 3)),
+    "block": (Tile(16, 128, 128, 4, 4, swap=True), Tile(64, 128, 128, 4, 3), Tile(128, 128, 128, 8, 3)),
+    "packed": (Tile(16, 128, 128, 4, 4, swap=True), Tile(64, 128, 128, 4, 3), Tile(128, 64, 128, 8, 3)),
     "mx": (Tile(16, 128, 128, 4, 4, swap=True), Tile(64, 128, 128, 4, 3, swap=True), Tile(128, 128, 128, 4, 3)),
 }
 # The workstation cards have less shared memory.
@@ -62,14 +70,18 @@ TILES = {"cpu": _HOPPER, "sm90": _HOPPER, "sm100": _BLACKWELL, "sm120": _WORKSTA
 """arch -> kind -> tiles. cpu: the interpreter."""
 
 
-def kind_of(recipe: Recipe) -> str:
-    """Which product a recipe needs, from what shares a scale."""
-    return "bf16" if not recipe.quantised else "block" if recipe.w_block[0] > 1 else "mx"
+def kind_of(recipe: Recipe, scale_format: str) -> str:
+    """Which product weights in this form need: by what shares a scale, and by how scales are stored."""
+    if not recipe.quantised:
+        return "bf16"
+    if recipe.w_block[0] == 1:
+        return "mx"
+    return "packed" if scale_format == "ue8m0" else "block"
 
 
-def choose_tile(arch: str, recipe: Recipe, mean_rows: int) -> Tile:
+def choose_tile(arch: str, kind: str, mean_rows: int) -> Tile:
     """The tile for experts of so many rows on average."""
-    tiles = TILES[arch][kind_of(recipe)]
+    tiles = TILES[arch][kind]
     return next((tile for tile in tiles if tile.rows >= mean_rows), tiles[-1])
 
 
@@ -100,15 +112,15 @@ def _tile(
     out_ptr,
     first_row, end_row, last_row, first_column, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, UE8M0: tl.constexpr, X_GROUP: tl.constexpr, W_PACK: tl.constexpr, EVEN_K: tl.constexpr,
+    KIND: tl.constexpr, X_GROUP: tl.constexpr, W_PACK: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     row = first_row + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     # Rows and columns outside are read from the last one inside, which costs no mask in the loop, and never stored.
     x_row = tl.minimum(row, last_row)
     w_row = tl.minimum(column, N - 1)
-    stride_xg = stride_xg.to(tl.int64)
-    stride_wg = stride_wg.to(tl.int64)
+    stride_xg = tl.cast(stride_xg, tl.int64)
+    stride_wg = tl.cast(stride_wg, tl.int64)
     k = tl.arange(0, BLOCK_K)
     k_packed = tl.arange(0, BLOCK_K // W_PACK)
     x_ptrs = x_ptr + x_row[:, None].to(tl.int64) * K + k[None, :]
@@ -124,9 +136,9 @@ def _tile(
             w = tl.load(w_ptrs + start, mask=(start + k < K)[None, :], other=0.0)
         if KIND == "bf16":
             acc = tl.dot(w, x.T, acc) if SWAP else tl.dot(x, w.T, acc)
-        elif KIND == "block":
+        elif KIND == "block" or KIND == "packed":
             product = tl.dot(w, x.T) if SWAP else tl.dot(x, w.T)
-            if UE8M0:
+            if KIND == "packed":
                 x_scale = _packed_scale(x_scale_ptr, stride_xg, x_row, step)
                 w_scale = _packed_scale(w_scale_ptr, stride_wg, w_row, step)
                 product *= w_scale[:, None] if SWAP else w_scale[None, :]
@@ -159,7 +171,7 @@ def _grouped_gemm_contiguous_kernel(
     out_ptr,
     M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, UE8M0: tl.constexpr, X_GROUP: tl.constexpr, W_PACK: tl.constexpr, EVEN_K: tl.constexpr,
+    KIND: tl.constexpr, X_GROUP: tl.constexpr, W_PACK: tl.constexpr, EVEN_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(N, BLOCK_N)
@@ -173,12 +185,12 @@ def _grouped_gemm_contiguous_kernel(
             x_ptr, x_scale_ptr, stride_xg,
             w_ptr + expert * stride_we, w_scale_ptr + expert * stride_se, stride_wg,
             out_ptr, first_row, M, M - 1, inside // height * BLOCK_N, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, SWAP, STAGES, KIND, UE8M0, X_GROUP, W_PACK, EVEN_K,
+            BLOCK_M, BLOCK_N, BLOCK_K, SWAP, STAGES, KIND, X_GROUP, W_PACK, EVEN_K,
         )  # fmt: skip
 
 
-# The row tiles of one slab, those of other workers left out; an empty slab ends at once.
-# Grid (column tiles, workers, experts).
+# The row tiles of one slab, those of other workers left out; an empty slab ends at once. LOOP: there are fewer workers
+# than row tiles. Grid (column tiles, workers, experts).
 @triton.jit
 def _grouped_gemm_masked_kernel(
     x_ptr, stride_xe,
@@ -189,17 +201,29 @@ def _grouped_gemm_masked_kernel(
     out_ptr, stride_oe,
     m_max, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
-    KIND: tl.constexpr, UE8M0: tl.constexpr, X_GROUP: tl.constexpr, W_PACK: tl.constexpr, EVEN_K: tl.constexpr,
+    KIND: tl.constexpr, X_GROUP: tl.constexpr, W_PACK: tl.constexpr, EVEN_K: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2).to(tl.int64)
     valid = tl.load(masked_m_ptr + expert)
-    stride = tl.num_programs(1) * BLOCK_M
-    for first_row in tl.range(tl.program_id(1) * BLOCK_M, valid, stride, num_stages=1):
+    first_row = tl.program_id(1) * BLOCK_M
+    x_ptr += expert * stride_xe
+    x_scale_ptr += expert * stride_xs
+    w_ptr += expert * stride_we
+    w_scale_ptr += expert * stride_se
+    out_ptr += expert * stride_oe
+    if LOOP:
+        for row in tl.range(first_row, valid, tl.num_programs(1) * BLOCK_M, num_stages=1):
+            _tile(
+                x_ptr, x_scale_ptr, stride_xg, w_ptr, w_scale_ptr, stride_wg,
+                out_ptr, row, valid, m_max - 1, tl.program_id(0) * BLOCK_N, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, SWAP, STAGES, KIND, X_GROUP, W_PACK, EVEN_K,
+            )  # fmt: skip
+    elif first_row < valid:
         _tile(
-            x_ptr + expert * stride_xe, x_scale_ptr + expert * stride_xs, stride_xg,
-            w_ptr + expert * stride_we, w_scale_ptr + expert * stride_se, stride_wg,
-            out_ptr + expert * stride_oe, first_row, valid, m_max - 1, tl.program_id(0) * BLOCK_N, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, SWAP, STAGES, KIND, UE8M0, X_GROUP, W_PACK, EVEN_K,
+            x_ptr, x_scale_ptr, stride_xg, w_ptr, w_scale_ptr, stride_wg,
+            out_ptr, first_row, valid, m_max - 1, tl.program_id(0) * BLOCK_N, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, SWAP, STAGES, KIND, X_GROUP, W_PACK, EVEN_K,
         )  # fmt: skip
 
 
@@ -208,13 +232,14 @@ def grouped_gemm_contiguous(outputs, *, x, x_scale, w, w_scale, m_indices, recip
     (out,) = outputs
     M, E = len(x), len(w)
     row = get_recipe("grouped_gemm_contiguous", recipe)
+    constants = _constants(row, x, w_scale)
     # The rows are the worst case of a routing (rows.contiguous_rows): a block an expert, then full blocks.
-    tile = choose_tile(arch_of("grouped_gemm", x.device), row, max(1, M - E * BLOCK) // E)
+    tile = choose_tile(arch_of("grouped_gemm", x.device), constants["KIND"], max(1, M - E * BLOCK) // E)
     grid = (M // tile.rows * triton.cdiv(w.shape[1], tile.columns),)
     x_scales, weights = _scales(row, x_scale, w, w_scale)
     _grouped_gemm_contiguous_kernel[grid](
         x, *x_scales[::2], *weights, m_indices, out, M, w.shape[1], x.shape[-1],
-        GROUP=8, **_constants(row, x, w_scale), **tile.constants(),
+        GROUP=8, **constants, **tile.constants(),
     )  # fmt: skip
 
 
@@ -223,13 +248,16 @@ def grouped_gemm_masked(outputs, *, x, x_scale, w, w_scale, masked_m, expected_m
     (out,) = outputs
     E, m_max = x.shape[:2]
     row = get_recipe("grouped_gemm_masked", recipe)
-    tile = choose_tile(arch_of("grouped_gemm", x.device), row, expected_m)
-    workers = max(1, min(triton.cdiv(expected_m, tile.rows), triton.cdiv(m_max, tile.rows)))
+    constants = _constants(row, x, w_scale)
+    tile = choose_tile(arch_of("grouped_gemm", x.device), constants["KIND"], expected_m)
+    # A tile of the largest size has a program of its own; smaller ones are many, and most of them empty.
+    tiles = max(1, triton.cdiv(m_max, tile.rows))
+    workers = tiles if tile.rows == BLOCK else min(tiles, max(1, triton.cdiv(expected_m, tile.rows)))
     grid = (triton.cdiv(w.shape[1], tile.columns), workers, E)
     x_scales, weights = _scales(row, x_scale, w, w_scale)
     _grouped_gemm_masked_kernel[grid](
         x, x.stride(0), *x_scales, *weights, masked_m, out, out.stride(0), m_max, w.shape[1], x.shape[-1],
-        **_constants(row, x, w_scale), **tile.constants(),
+        LOOP=workers < tiles, **constants, **tile.constants(),
     )  # fmt: skip
 
 
@@ -245,8 +273,7 @@ def _scales(row: Recipe, x_scale, w, w_scale) -> tuple[tuple, tuple]:
 
 
 def _constants(row: Recipe, x, w_scale) -> dict:
-    ue8m0 = row.quantised and w_scale.dtype == torch.int32
-    depth = 64 if not row.quantised else 128
-    return dict(
-        KIND=kind_of(row), UE8M0=ue8m0, X_GROUP=row.x_group, W_PACK=row.w_pack, EVEN_K=x.shape[-1] % depth == 0
-    )
+    packed = row.quantised and w_scale.dtype == torch.int32
+    depth = 128 if row.quantised else 64
+    kind = kind_of(row, "ue8m0" if packed else "fp32")
+    return dict(KIND=kind, X_GROUP=row.x_group, W_PACK=row.w_pack, EVEN_K=x.shape[-1] % depth == 0)

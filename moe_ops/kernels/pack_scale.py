@@ -19,7 +19,8 @@ def _pack_scale_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     group = (tl.program_id(1) * 4 + tl.arange(0, 4)).to(tl.int64)
     mask = (row < mn)[:, None] & (group < G)[None, :]
-    scale_ptrs = scale_ptr + batch * stride_sb + (row // rows_per_scale)[:, None] * stride_sm + group[None, :] * stride_sg
+    shared = (row // rows_per_scale)[:, None]
+    scale_ptrs = scale_ptr + batch * stride_sb + shared * stride_sm + group[None, :] * stride_sg
     scale = tl.load(scale_ptrs, mask=mask, other=0)
     out_ptr += batch * stride_ob + row
     if UE8M0:

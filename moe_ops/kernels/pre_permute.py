@@ -201,24 +201,25 @@ def _scatter_kernel(
     group = word[:, None] * 4 + tl.arange(0, 4)[None, :]
     column = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
     x_ptrs = x_ptr + token * stride_xt + column.to(tl.int64) * stride_xk
-    x = tl.load(x_ptrs, mask=column < K, other=0.0).to(tl.float32)
+    raw = tl.load(x_ptrs, mask=column < K, other=0.0)
+    x = raw.to(tl.float32)
     inside = group * GROUP < K
     if QUANTISED:
         q, scale, byte = quantize_groups(x, UE8M0)
         if UE8M0:
             words = pack_words(tl.reshape(tl.where(inside, byte, 0), (WORDS, 4)))  # bytes past the last group are 0
     else:
-        q = x.to(q_ptr.dtype.element_ty)
+        q = raw.to(q_ptr.dtype.element_ty)  # not by way of float32, which would change the bits of a NaN
     for route in tl.static_range(TOP_K):
         row = tl.load(src2dst_ptr + token * TOP_K + route)
         here = row >= 0
         tl.store(q_ptr + row.to(tl.int64) * K + column, q, mask=(column < K) & here)
         if QUANTISED:
-            scale_row = (row // m_max).to(tl.int64) * stride_se + row % m_max
+            scale_ptrs = scale_ptr + (row // m_max).to(tl.int64) * stride_se + row % m_max
             if UE8M0:
-                tl.store(scale_ptr + scale_row + word.to(tl.int64) * stride_sg, words, mask=(word * 4 * GROUP < K) & here)
+                tl.store(scale_ptrs + word.to(tl.int64) * stride_sg, words, mask=(word * 4 * GROUP < K) & here)
             else:
-                tl.store(scale_ptr + scale_row + group.to(tl.int64) * stride_sg, scale, mask=inside & here)
+                tl.store(scale_ptrs + group.to(tl.int64) * stride_sg, scale, mask=inside & here)
 
 
 def pre_permute_contiguous(outputs, **arguments) -> None:

@@ -6,7 +6,7 @@ import triton.language as tl
 from moe_ops.kernels.numeric import pack_words, quantize_groups, sigmoid, tanh
 from moe_ops.recipes import get_recipe
 
-_TILE = 4096  # elements: 32 a thread, and whole 32-byte sectors of MN-major scales at 128 columns a group
+_ROWS = {32: 16, 128: 8}  # group -> rows of a tile: at least a 32-byte sector of MN-major scales
 
 
 # One float32 tile of the gated activation. Comparisons rather than minimum and maximum: a NaN passes through.
@@ -40,7 +40,7 @@ def _tile(
     row = row.to(tl.int64)
     gate_ptrs = gateup_ptr + row[:, None, None] * stride_gm + column.to(tl.int64) * stride_gn
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptrs + I.to(tl.int64) * stride_gn, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + tl.cast(I, tl.int64) * stride_gn, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert[:, None, None].to(tl.int64) * stride_be + column * stride_bn
         gate += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -140,7 +140,7 @@ def _formula(op, *, recipe, scale_format, activation, swiglu_limit, gemm1_alpha,
     form = "situ" if activation == "situ" else "silu" if gemm1_alpha is None else "oai"
     limit = swiglu_limit if gemm1_alpha is None else gemm1_clamp_limit
     group = row.x_group or 128
-    flags = dict(BLOCK_M=_TILE // (4 * group), GROUP=group, FORM=form, HAS_LIMIT=limit is not None)
+    flags = dict(BLOCK_M=_ROWS[group], GROUP=group, FORM=form, HAS_LIMIT=limit is not None)
     flags |= dict(QUANTISED=row.quantised, UE8M0=scale_format == "ue8m0")
     return (gemm1_alpha or 0.0, limit or 0.0), flags
 

@@ -43,9 +43,7 @@ def _scores(logits, real, softcap, SCORING: tl.constexpr, HAS_SOFTCAP: tl.conste
 # (GROUPS, SIZE) keys with every expert outside the topk_group best groups at -inf. A NaN inside (-inf) still ranks
 # before those.
 @triton.jit
-def _within_groups(
-    keys, real, num_groups, topk_group, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr
-):
+def _within_groups(keys, real, num_groups, topk_group, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr):
     score = tl.max(keys, 1)
     if TOP2:
         column = tl.arange(0, SIZE)[None, :]

@@ -61,7 +61,7 @@ def dequantise(data: np.ndarray, form: str, scale: np.ndarray | None, right: boo
 
 
 def install() -> None:
-    """Patches the interpreter of the installed Triton. Private names, so tests/interp/test_interpreter.py checks each."""
+    """Patches the installed Triton's interpreter: private names, so tests/interp/test_interpreter.py tries each."""
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
@@ -115,7 +115,8 @@ def install() -> None:
         wrapped = (form if hasattr(form, "value") else tl.constexpr(form) for form in (a_form, b_form))
         flags = (flag.value if isinstance(flag, tl.constexpr) else flag for flag in rest)
         a_form, b_form = wrapped
-        return plain_scaled(self, a, a_scale, a_form, b, b_scale, b_form, c, *flags)
+        operands: tuple = (a, a_scale, a_form, b, b_scale, b_form, c)
+        return plain_scaled(self, *operands, *flags)
 
     plain_patch = interpreter._patch_lang_tensor
 
@@ -124,11 +125,10 @@ def install() -> None:
         tensor.__index__ = lambda self: int(np.asarray(self.handle.data).reshape(-1)[0])
         return result
 
-    builder.cast_impl = cast_impl
-    builder.create_fp_to_fp = lambda self, value, kind, rounding: cast(value, kind)
-    builder.binary_op = binary_op
-    builder.unary_op = unary_op
-    builder.create_dot = create_dot
-    builder.create_dot_scaled = create_dot_scaled
-    TritonSemantic.dot_scaled = dot_scaled
+    def create_fp_to_fp(self, value, kind, rounding):
+        return cast(value, kind)
+
+    for method in (cast_impl, create_fp_to_fp, binary_op, unary_op, create_dot, create_dot_scaled):
+        setattr(builder, method.__name__, method)
+    setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010  its signature is wider
     interpreter._patch_lang_tensor = patch_tensor

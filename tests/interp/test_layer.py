@@ -1,0 +1,98 @@
+"""The whole layer through moe::fused_deepgemm(backend="triton"), every tile, and what kernels do instead of raising."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import fused_deepgemm, plan
+from moe_ops.kernels import grouped_gemm as gemm_kernels
+from moe_ops.kernels import pre_permute as permute_kernels
+from moe_ops.kernels.grouped_gemm import TILES, kind_of
+from moe_ops.recipes import RECIPES
+from moe_ops.testing import PATTERNS, LayerCase, assert_bits_equal, poisoned, relative_error
+from moe_ops.testing.kernel_cases import FORMS, grouped_gemm_cases, pre_permute_cases
+from moe_ops.testing.kernel_check import check_kernel
+
+LAYER = 1e-2
+"""Relative error between two layers that differ in rounding: a code of GEMM2's input that flips is 6 % of its value."""
+
+CASES = [
+    LayerCase(recipe, None if scale == "none" else scale, layout=layout, T=5, bias=True)
+    for recipe, scale in FORMS
+    for layout in ("contiguous", "masked")
+]
+CASES += [LayerCase("fp8_block", T=T, distribution=kind) for T in (0, 1, 6) for kind in ("foreign", "repeated")]
+CASES += [
+    LayerCase("mxfp4", T=4, distribution="one_expert", attributes=dict(swiglu_limit=1.5)),
+    LayerCase("bf16", T=4, K=80, I=48, attributes=dict(gemm1_alpha=1.702, gemm1_clamp_limit=2.0)),
+    LayerCase("mxfp8", T=4, K=96, I=160, attributes=dict(activation="situ", gemm1_alpha=2.0, gemm1_clamp_limit=3.0)),
+    LayerCase("fp8_block", T=3, dtype=torch.float32, attributes=dict(routed_scaling_factor=2.5)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layer_matches_reference(case):
+    inputs, weights = case.build()
+    assert relative_error(case.run(inputs, weights, backend="triton"), case.run(inputs, weights)) <= LAYER
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_layer_reads_nothing_it_did_not_write(layout):
+    case = LayerCase("fp8_block", layout=layout, T=4, distribution="foreign")
+    inputs, weights = case.build()
+    sizes = dict(T=4, E=case.E, K=case.K, I=case.I, top_k=case.top_k, recipe=case.recipe, layout=layout)
+    want = case.run(inputs, weights, backend="triton")
+    for pattern in PATTERNS:
+        workspace = poisoned(plan(**sizes).total_bytes, pattern)
+        assert_bits_equal(case.run(inputs, weights, backend="triton", workspace=workspace), want)
+
+
+def test_layer_of_a_rank_in_the_middle():
+    case = LayerCase("mxfp8", T=4, distribution="foreign")
+    (x, topk_weights, topk_ids), weights = case.build()
+    arguments = dict(recipe=case.recipe, expert_start=3, num_experts=9, **weights.tensors())
+    got, want = (
+        fused_deepgemm(x, topk_weights, topk_ids.long(), backend=backend, **arguments)
+        for backend in ("triton", "reference")
+    )
+    assert relative_error(got, want) <= LAYER
+
+
+TILED = [
+    pytest.param(arch, case, tile, id=f"{arch}-{case}-{tile.rows}")
+    for arch in ("sm90", "sm100")
+    for case in grouped_gemm_cases()
+    if "-T5-" in case.name and case.name.endswith("-m1")
+    for kind in [kind_of(RECIPES[case.name.split("-")[0]], case.name.split("-")[1])]
+    for tile in TILES[arch][kind]
+    if arch == "sm90" or tile not in TILES["sm90"][kind]
+]
+
+
+@pytest.mark.parametrize("arch, case, tile", TILED)
+def test_every_tile_multiplies_right(arch, case, tile):
+    with mock.patch.object(gemm_kernels, "choose_tile", lambda *_: tile):
+        check_kernel(case)
+
+
+@pytest.mark.parametrize("case", [case for case in pre_permute_cases() if "-k3-" in case.name], ids=str)
+def test_routing_in_chunks_gives_the_same_rows(case):
+    """The form for many routes, on few: chunks of 16 routes."""
+    with mock.patch.multiple(permute_kernels, _CHUNK=16, _SCANNED=0):
+        check_kernel(case)
+
+
+def test_topk_masks_what_the_reference_refuses():
+    """A card cannot raise: a token id outside the table, or an expert id outside the model, leaves its slot empty."""
+    logits, table = torch.randn(4, 8), torch.tensor([[7, 0], [3, 99], [-5, 1]])
+    token_ids = torch.tensor([0, 1, 2, 3])
+    weights, ids = moe_ops.topk(logits, 2, hash_table=table, token_ids=token_ids, num_shared=1, backend="triton")
+    assert ids.tolist() == [[7, 0, 8], [3, -1, 8], [-1, 1, 8], [-1, -1, 8]]
+    assert weights[1].tolist() == [1, 0, 1] and weights[2].tolist() == [0, 1, 1] and weights[3].tolist() == [0, 0, 1]
+
+
+def test_pack_scale_rounds_up_what_the_reference_refuses():
+    packed = moe_ops.pack_scale(torch.tensor([[1.5, 2.0, 3.0, 0.0]]), 1, backend="triton")
+    assert [packed.item() >> shift & 255 for shift in (0, 8, 16, 24)] == [128, 128, 129, 1]
