@@ -65,8 +65,8 @@ def time_layer(
     routing = random_routing(T, shape.E, shape.top_k, "uniform", generator)
     x = torch.randn(T, shape.K, generator=generator).bfloat16()
     inputs = tuple(t.to(device) for t in (x, *routing))
-    sizes = dict(T=T, E=shape.E, K=shape.K, I=shape.I, top_k=shape.top_k, recipe=weights.recipe)
-    planned = plan(**sizes, layout=layout, scale_format=weights.scale_format)
+    sizes = dict(T=T, E=shape.E, K=shape.K, I=shape.I, top_k=shape.top_k)
+    planned = plan(**sizes, recipe=weights.recipe, layout=layout, scale_format=weights.scale_format)
 
     def run(backend: str) -> Tensor:
         arguments = dict(recipe=weights.recipe, layout=layout, backend=backend)
