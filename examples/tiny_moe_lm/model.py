@@ -79,17 +79,17 @@ class Cache:
 
 # An operator of its own, as in a serving engine: the fused kernel behind it is chosen by comparing
 # B and S with one, which inside a graph would split prompts and single-token steps in two.
-@torch.library.custom_op("tiny_moe_lm::attend", mutates_args=())
-def attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """Attention of query (B, heads, S, D) over cached rows up to each of positions (S,) int64."""
     seen = torch.arange(keys.shape[2]) <= positions[:, None]
     mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
     return mixed.contiguous()
 
 
-@attend.register_fake
-def _(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    return query.new_empty(query.shape)
+_LIBRARY = torch.library.Library("tiny_moe_lm", "FRAGMENT")
+_LIBRARY.define("attend(Tensor query, Tensor keys, Tensor values, Tensor positions) -> Tensor")
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("tiny_moe_lm::attend", lambda query, *_: query.new_empty(query.shape), lib=_LIBRARY)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Attention(nn.Module):
             keys, values = cache
             keys.index_copy_(2, positions, key)
             values.index_copy_(2, positions, value)
-            mixed = attend(query, keys, values, positions)
+            mixed = torch.ops.tiny_moe_lm.attend(query, keys, values, positions)
         return self.out(mixed.transpose(1, 2).reshape(x.shape))
 
 

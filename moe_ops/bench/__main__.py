@@ -6,6 +6,7 @@ On a CPU: wall time of the reference, which is there to be right, not fast.
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import platform
 
@@ -51,8 +52,16 @@ def main(arguments: list[str] | None = None) -> None:
             del weights
     if chosen.json:
         head = dict(card=card, date=datetime.date.today().isoformat(), torch=torch.__version__, rates=rates)
+        head |= {name: _version(name) for name in ("triton", "sgl-deep-gemm")}
         with open(chosen.json, "w") as file:
             json.dump({**head, "moe_ops": moe_ops.__version__, "results": results}, file, indent=1)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _weights(shape: Shape, recipe: str, device: torch.device) -> MoEWeights:
