@@ -1,1 +1,1 @@
-"""Times of the whole layer: `python -m moe_ops.bench --help`."""
+"""Times of the whole layer, and of other libraries' layers beside it: `python -m moe_ops.bench --help`."""

@@ -1,138 +1,189 @@
-"""One timed case: a layer's shape, a token count, a recipe, a backend. Checked before it is timed."""
+"""One timed row: checked against the reference, then timed; its memory held against its plan."""
 
-import timeit
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from moe_ops.forward import fused_deepgemm
-from moe_ops.planner import plan
-from moe_ops.prep import MoEWeights
-from moe_ops.recipes import get_recipe
-from moe_ops.testing import random_routing, relative_error
+from moe_ops.bench.cases import SHAPES, Case, Shape
+from moe_ops.bench.routing import NOWHERE
+from moe_ops.bench.timing import Effort, Graph, Rates, Times, recorded
+from moe_ops.testing import relative_error
 
+__all__ = ["SHAPES", "Row", "Shape", "time_layer"]
 
-@dataclass(frozen=True)
-class Shape:
-    """Experts on this rank, hidden size, intermediate size, routes a token."""
-
-    name: str
-    E: int
-    K: int
-    I: int
-    top_k: int
-
-
-SHAPES = (
-    Shape("qwen3-30b-a3b", 128, 2048, 768, 8),
-    Shape("deepseek-v3-ep8", 32, 7168, 2048, 8),
-    Shape("tiny", 8, 256, 128, 2),
-)
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Microseconds of one forward: median, and the middle 60 % of the repeats."""
+class Row:
+    """Microseconds of one forward (median, bounds of the middle 60 %), what it was, and what it could have been."""
 
     shape: str
     T: int
     recipe: str
     scale_format: str
+    routing: str
     layout: str
+    """That was taken."""
     backend: str
+    """That was asked for."""
     us: float
     p20: float
     p80: float
+    cold_us: float | None
+    """With nothing of the layer in the L2 cache. None: not measured."""
+    triton_us: float | None
+    """With backend="triton"."""
     floor_us: float | None
-    """Bytes of the touched experts' weights over the measured copy rate, or operations over the measured fp8 rate."""
+    touched: int
+    """Experts with work."""
+    weight_bytes: float
+    operations: int
     error: float
-    """Relative to the reference backend on the same tensors."""
-    scratch_mib: float
+    """Relative to the reference backend on the same tensors, over the tokens compared."""
+    compared: int
+    """Tokens."""
+    plan_mib: float
+    """Workspace of the plan and the result."""
+    peak_mib: float | None
+    """What one eager forward asked the allocator for above its inputs. None: not on a card."""
+    equal_work: float | None = None
+    """Time over that of uniform routing at equal work (see expected_us). None: it is uniform."""
+    kernels: tuple[dict, ...] = ()
+    """Of one replay, the longest first."""
+    notes: tuple[str, ...] = ()
+    """Columns that are missing, and why."""
 
-    def row(self) -> dict:
+    @property
+    def over_plan(self) -> bool:
+        """Whether it took more memory than planned."""
+        return self.peak_mib is not None and self.peak_mib > self.plan_mib
+
+    def asdict(self) -> dict:
         return asdict(self)
 
 
+class WrongLayer(AssertionError):
+    """The layer is not timed: its result is not what it must be."""
+
+
 def time_layer(
-    shape: Shape, T: int, weights: MoEWeights, backend: str, layout: str, rates: tuple[float, float] | None
-) -> Timing:
-    """Checks the layer against the reference backend, then times it. rates: (bytes/s, operations/s) for the floor."""
-    device = weights.w13.device
-    generator = torch.Generator().manual_seed(T)
-    routing = random_routing(T, shape.E, shape.top_k, "uniform", generator)
-    x = torch.randn(T, shape.K, generator=generator).bfloat16()
-    inputs = tuple(t.to(device) for t in (x, *routing))
-    sizes = dict(T=T, E=shape.E, K=shape.K, I=shape.I, top_k=shape.top_k)
-    planned = plan(**sizes, recipe=weights.recipe, layout=layout, scale_format=weights.scale_format)
+    case: Case,
+    backend: str,
+    layout: str,
+    rates: Rates | None,
+    effort: Effort,
+    *,
+    columns: bool = True,
+    kernels: bool = False,
+) -> Row:
+    """One row of the table. columns: also cold and Triton-only times. kernels: also a profile of one replay.
 
-    def run(backend: str) -> Tensor:
-        arguments = dict(recipe=weights.recipe, layout=layout, backend=backend)
-        return fused_deepgemm(*inputs, **weights.tensors(), **arguments)  # type: ignore[arg-type]
-
-    error = relative_error(run(backend), run("reference"))
-    allowed = get_recipe("bench", weights.recipe).max_diff
-    if not error <= allowed:
-        raise AssertionError(f"bench: {shape.name} T={T} {weights.recipe} {backend}: error {error:.3f} above {allowed}")
-    times = sorted(_replays(lambda: run(backend)) if device.type == "cuda" else _calls(lambda: run(backend)))
-    floor = None
-    if rates is not None:
-        touched = len(routing[1].unique())
-        element = weights.w13.element_size() / get_recipe("bench", weights.recipe).w_pack
-        moved = touched * 3 * shape.I * shape.K * element / rates[0]
-        floor = 1e6 * max(moved, 6 * T * shape.top_k * shape.I * shape.K / rates[1])
-    return Timing(
-        shape.name,
-        T,
-        weights.recipe,
-        weights.scale_format,
+    Raises:
+        WrongLayer: its error is above the recipe's max_diff.
+    """
+    error = _checked(case, backend, layout)
+    planned = case.plan(backend, layout)
+    peak = peak_bytes(case, backend, layout)
+    allowed = planned.total_bytes + case.inputs[0].nbytes
+    notes: list[str] = []
+    recording = recorded(lambda: case.run(backend, layout), case.device)
+    times = recording.times(effort)
+    cold = _column("cold", notes, recording.cold, effort) if columns else None
+    profiled = _column("kernels", notes, recording.kernels) if kernels else None
+    del recording
+    triton = _column("triton", notes, _triton, case, backend, layout, times, effort) if columns else None
+    return Row(
+        case.shape.name,
+        case.T,
+        case.recipe,
+        case.weights.scale_format,
+        case.routing,
         planned.layer.layout,
         backend,
-        median(times),
-        times[len(times) // 5],
-        times[len(times) * 4 // 5],
-        floor,
+        times.us,
+        times.p20,
+        times.p80,
+        None if cold is None else cold.us,
+        None if triton is None else triton.us,
+        None if rates is None else case.floor_us(rates),
+        case.touched,
+        case.weight_bytes,
+        case.operations,
         error,
-        planned.total_bytes / 2**20,
+        len(case.expected),
+        allowed / _MIB,
+        None if peak is None else peak / _MIB,
+        kernels=tuple(profiled or ()),
+        notes=tuple(notes),
     )
 
 
-def _calls(run: Callable) -> list[float]:
-    timer = timeit.Timer(run)
-    run()
-    return [1e6 * seconds / 3 for seconds in timer.repeat(repeat=10, number=3)]
-
-
-def _replays(run: Callable, repeats: int = 20) -> list[float]:
-    """Device time of replays of one captured forward."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
+def peak_bytes(case: Case, backend: str, layout: str) -> int | None:
+    """Bytes that one eager forward asks the allocator for above what was there, at most at one time."""
+    if case.device.type != "cuda":
+        return None
+    case.run(backend, layout)  # compiles, and looks for libraries
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
-    return times[3:]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    out = case.run(backend, layout)
+    torch.cuda.synchronize()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    del out
+    return peak
 
 
-def measured_rates() -> tuple[float, float]:
-    """(bytes/s of a large copy, counting read and write; operations/s of a large fp8 product) on this card."""
-    big = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
-    other = torch.empty_like(big)
-    copy = median(_replays(lambda: torch.add(big, 0.0, out=other)))  # a kernel's rate; the copy engine is slower
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones((), device="cuda")
-    product = median(_replays(lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)))
-    return 2 * big.nbytes / (copy * 1e-6), 2 * n**3 / (product * 1e-6)
+def compare_work(row: Row, uniform: Row, nowhere_us: float) -> Row:
+    """The row of a skewed routing, beside uniform routing at equal work."""
+    return replace(row, equal_work=row.us / expected_us(row, uniform, nowhere_us))
+
+
+def expected_us(row: Row, uniform: Row, nowhere_us: float) -> float:
+    """What uniform routing would take for this row's work: the part of its time that is not there without routes,
+    scaled by the two floors."""
+    assert row.floor_us is not None and uniform.floor_us is not None
+    return nowhere_us + (uniform.us - nowhere_us) * row.floor_us / uniform.floor_us
+
+
+def nowhere_us(case: Case, backend: str, layout: str, effort: Effort) -> float:
+    """Time of the same call when no token is routed to any expert."""
+    idle = replace(case, routing=NOWHERE)
+    return recorded(lambda: idle.run(backend, layout), case.device).times(effort).us
+
+
+def _checked(case: Case, backend: str, layout: str) -> float:
+    error = relative_error(case.of_checked(case.run(backend, layout)), case.expected)
+    if not error <= case.format.max_diff:
+        raise WrongLayer(f"{_name(case, backend)}: error {error:.3f} above {case.format.max_diff}")
+    return error
+
+
+def _triton(case: Case, backend: str, layout: str, times: Times, effort: Effort) -> Times | None:
+    if case.device.type != "cuda":
+        return None
+    if case.plan("triton", layout).layout_rule == case.plan(backend, layout).layout_rule != "as asked":
+        return times  # the same row of the table: the same kernels
+    _checked(case, "triton", layout)
+    return Graph(lambda: case.run("triton", layout)).times(effort)
+
+
+def _column(name: str, notes: list[str], measure: Callable, *arguments) -> Any:
+    """A column that fails is missing, and says so; the row stays."""
+    try:
+        return measure(*arguments)
+    except Exception as error:  # another library, a profiler or the driver may raise anything
+        notes.append(f"{name}: {one_line(error)}")
+        return None
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line of a table."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def _name(case: Case, backend: str) -> str:
+    return f"bench: {case.shape.name} T={case.T} {case.recipe} {backend}"

@@ -1,0 +1,232 @@
+"""python -m moe_ops.bench.decode: tokens a second of a decoding step, beside transformers' experts in the same model.
+
+Every MoE is checked before it is timed, and every compiled or captured model against itself run eagerly. A row that
+cannot run says why. `--small` runs on a CPU.
+"""
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+import moe_ops
+from moe_ops.bench.cases import layer_weights
+from moe_ops.bench.decoder import QWEN3, SMALL, Decoder, Sizes, TorchRouted
+from moe_ops.bench.layer import one_line
+from moe_ops.bench.peers.transformers_deepgemm import TransformersDeepGemm
+from moe_ops.bench.peers.transformers_grouped_mm import TransformersGroupedMM
+from moe_ops.bench.report import Report
+from moe_ops.bench.timing import QUICK, Effort, recorded
+from moe_ops.prep import MoEWeights
+from moe_ops.recipes import get_recipe
+from moe_ops.testing import decode_weight, relative_error
+from moe_ops.testing.stacks import router_of
+
+BATCHES = (1, 8, 64, 256)
+PEERS = {"grouped_mm": TransformersGroupedMM, "deepgemm": TransformersDeepGemm}
+"""Others' experts; each says which recipe's weights it reads."""
+MODES = ("eager", "compiled", "graph")
+"""graph: captured by hand. On a card alone."""
+_BY_RECIPE = {peer.recipe: [name] for name, peer in PEERS.items()}
+_MIB = 2**20
+_CHECKED = 4  # tokens that the judge, a double loop, computes
+_SAME = 5e-2
+"""Relative error of a compiled or captured model against itself run eagerly: Inductor rounds at other places, and a
+route that flips in one layer goes on to the next."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model, one way to run it, one batch."""
+
+    experts: str
+    recipe: str
+    mode: str
+    batch: int
+    us: float
+    """Of one step: median."""
+    tokens_per_s: float
+    weights_mib: float
+    """Parameters and buffers of the model: weights, KV cache, arena."""
+    peak_mib: float | None
+    """What a step asks the allocator for above them, capture included. None: not on a card."""
+    error: float
+    """Of the first layer's MoE against the judge."""
+
+
+def measure(sizes: Sizes, batches: tuple[int, ...], effort: Effort, say: Callable[[str], object] = print) -> dict:
+    """Times every way to run the decoder. Returns the head (card, date, versions), rows, and what did not run."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    modes = MODES if device.type == "cuda" else MODES[:2]
+    report = Report.of_this_machine(None, None, lambda _: None)
+    say(" | ".join(f"{name} {value}" for name, value in report.head.items() if value is not None))
+    say(f"{'experts':12} {'recipe':10} {'mode':9} {'batch':>5} {'us':>10} {'tokens/s':>10} {'MiB':>9} {'peak MiB':>9}")
+    rows: list[dict] = []
+    missing: list[str] = []
+    failures: list[str] = []
+    for recipe, peers in _BY_RECIPE.items():
+        weights = [layer_weights(sizes.shape, recipe, device) for _ in range(sizes.layers)]
+        for experts in ("moe_ops", *peers):
+            for mode in modes if experts == "moe_ops" else ("compiled",):
+                for batch in batches:
+                    name = f"{experts} {recipe} {mode} batch {batch}"
+                    try:
+                        row = _row(sizes, experts, recipe, weights, mode, batch, device, effort)
+                    except Exception as error:  # another library, a compiler or the driver may raise anything
+                        (failures if experts == "moe_ops" else missing).append(f"{name}: {one_line(error)}")
+                        say(f"{name}: {one_line(error)}")
+                        continue
+                    finally:
+                        _clean()
+                    rows.append(asdict(row))
+                    peak = "-" if row.peak_mib is None else f"{row.peak_mib:.1f}"
+                    head = f"{experts:12} {recipe:10} {mode:9} {batch:5} {row.us:10.1f} {row.tokens_per_s:10.1f}"
+                    say(f"{head} {row.weights_mib:9.1f} {peak:>9}")
+    return report.head | dict(sizes=asdict(sizes), rows=rows, missing=missing, failures=failures)
+
+
+def _row(
+    sizes: Sizes,
+    experts: str,
+    recipe: str,
+    weights: list[MoEWeights],
+    mode: str,
+    batch: int,
+    device: torch.device,
+    effort: Effort,
+) -> Row:
+    moes = [_moe(experts, sizes, one, seed, device) for seed, one in enumerate(weights)]
+    model = Decoder(sizes, batch, moes, device).requires_grad_(False)
+    if experts == "moe_ops":
+        moe_ops.share_workspace(model, max_tokens=max(batch, _CHECKED))
+    error = _checked(moes[0], sizes, recipe, weights[0], device)
+    generator = torch.Generator(device).manual_seed(batch)
+    x = torch.randn(batch, sizes.shape.K, dtype=torch.bfloat16, device=device, generator=generator)
+    place = torch.full((1,), sizes.context - 1, device=device)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if experts != "moe_ops":  # they keep weights outside of nn.Module
+        held += sum(t.nbytes for one in weights for t in one.tensors().values() if t is not None)
+    step = (
+        torch.compile(model, fullgraph=experts != "deepgemm", mode="reduce-overhead") if mode == "compiled" else model
+    )
+    with torch.inference_mode():
+        want = model(x, place).clone()
+        run = lambda: step(x, place)  # noqa: E731
+        peak, timed = _timed(run, mode, device)
+        got = timed.result.clone()
+        if not relative_error(got, want) <= _SAME:
+            raise AssertionError(f"{mode} differs from eager by {relative_error(got, want):.3f}")
+        us = timed.times(effort).us
+    return Row(experts, recipe, mode, batch, us, 1e6 * batch / us, held / _MIB, peak, error)
+
+
+def _timed(run: Callable[[], Tensor], mode: str, device: torch.device):
+    """(peak MiB of getting ready and one step, something with `result` and `times`)."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    for _ in range(3):  # compiles; reduce-overhead warms up and records
+        run()
+    timed = recorded(run, device) if mode == "graph" or not cuda else Steps(run)
+    if not cuda:
+        return None, timed
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_stats()["requested_bytes.all.peak"] - before) / _MIB, timed
+
+
+class Steps:
+    """Calls from Python, one after another as a decoding loop makes them: wall time, launches included."""
+
+    def __init__(self, run: Callable[[], Tensor]):
+        self._run = run
+        self.result = run().clone()
+
+    def times(self, effort: Effort):
+        from time import perf_counter
+
+        from moe_ops.bench.timing import Times
+
+        readings: list[float] = []
+        start = perf_counter()
+        while len(readings) < effort.least or perf_counter() - start < effort.warm_up:
+            torch.cuda.synchronize()
+            before = perf_counter()
+            for _ in range(10):
+                self._run()
+            torch.cuda.synchronize()
+            readings.append(1e5 * (perf_counter() - before))
+        return Times.of(readings[len(readings) // 2 :])
+
+
+def _moe(experts: str, sizes: Sizes, weights: MoEWeights, seed: int, device: torch.device) -> nn.Module:
+    shape = sizes.shape
+    router = router_of(shape.E, shape.K, device, seed)
+    if experts == "moe_ops":
+        return moe_ops.MoELayer(router, weights, top_k=shape.top_k)
+    peer = PEERS[experts](SimpleNamespace(shape=shape, weights=weights, device=device))  # type: ignore[arg-type]
+    reason = peer.why_not()
+    if reason is not None:
+        raise RuntimeError(reason)
+    return TorchRouted(router, shape.top_k, peer.function(), peer.module())
+
+
+def _checked(moe: nn.Module, sizes: Sizes, recipe: str, weights: MoEWeights, device: torch.device) -> float:
+    """Relative error of one MoE against the judge, on a few tokens.
+
+    Raises:
+        AssertionError: it is above what the recipe allows.
+    """
+    from moe_ops.reference.moe import moe as judge
+
+    row, shape = get_recipe("bench", recipe), sizes.shape
+    generator = torch.Generator(device).manual_seed(7)
+    x = torch.randn(_CHECKED, shape.K, dtype=torch.bfloat16, device=device, generator=generator)
+    with torch.inference_mode():
+        got = moe(x).cpu()
+        router = moe.router if isinstance(moe, TorchRouted) else moe.router_weight
+        routes = torch.ops.moe.topk(torch.nn.functional.linear(x, router), shape.top_k)
+        named = {name: None if t is None else t.cpu() for name, t in weights.tensors().items()}
+        w13 = decode_weight(named["w13"], named["w13_scale"], row)
+        w2 = decode_weight(named["w2"], named["w2_scale"], row)
+        want = judge(x.cpu(), *(route.cpu() for route in routes), w13, w2)
+    error = relative_error(got, want)
+    if not error <= row.max_diff:
+        raise AssertionError(f"error {error:.3f} of the MoE above {row.max_diff}")
+    return error
+
+
+def _clean() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 if a row of this package's own was wrong or did not run."""
+    parser = argparse.ArgumentParser(prog="python -m moe_ops.bench.decode", description="Times decoding steps.")
+    parser.add_argument("--small", action="store_true", help="a tiny model, batch 4: for a CPU")
+    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 64 256")
+    parser.add_argument("--json", dest="path", metavar="FILE", help="write the results, with card, date and versions")
+    chosen = parser.parse_args(arguments)
+    if chosen.small:
+        torch.set_num_threads(1)  # tiny products: threads would wait for one another
+    sizes, batches = (SMALL, (4,)) if chosen.small else (QWEN3, BATCHES)
+    found = measure(sizes, tuple(chosen.batch or batches), QUICK if chosen.small else Effort())
+    if chosen.path:
+        with open(chosen.path, "w") as file:
+            json.dump(found, file, indent=1)
+    return 1 if found["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
