@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from moe_ops import MoEWeights, fused_deepgemm, load_moe_weights, load_router
 from moe_ops.checkpoints import convert
-from moe_ops.cli import app
+from moe_ops.cli.application import app
 from moe_ops.prep import builder
 from moe_ops.testing import assert_bits_equal, random_routing
 from moe_ops.testing.checkpoints import FORMATS, write_checkpoint
@@ -132,7 +132,7 @@ def test_command_line(tmp_path):
     assert result.stdout.splitlines() == [f"layer {layer}: {line}" for layer in (0, 2)]
     assert json.loads((tmp_path / "dst" / "moe_ops.json").read_text())["layers"].keys() == {"0", "2"}
     again = CliRunner().invoke(app, arguments)
-    assert again.exit_code == 1 and "target must be a directory without moe_ops.json" in again.stderr
+    assert again.exit_code == 2 and "target must be a directory without moe_ops.json" in again.stderr
     assert "Traceback" not in again.stderr
 
 

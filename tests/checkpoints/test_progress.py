@@ -1,6 +1,5 @@
-"""The bar and the command line where their packages are missing."""
+"""The bar, with and without its package."""
 
-import importlib
 import io
 import sys
 
@@ -25,11 +24,3 @@ def test_progress_never_changes_the_items(monkeypatch, rich, terminal):
     assert list(track(range(5), 5, "layer 0", wanted=True)) == list(range(5))
     assert (stream.getvalue() != "") == (rich and terminal)
     assert list(track(range(5), 5, "layer 0", wanted=False)) == list(range(5))
-
-
-def test_command_line_names_its_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "moe_ops.cli", raising=False)
-    monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(ImportError) as caught:
-        importlib.import_module("moe_ops.cli")
-    assert str(caught.value) == "moe-ops: typer and rich are not installed. pip install 'fused-moe-ops[cli]'"

@@ -1,26 +1,17 @@
-"""The command `moe-ops`. Needs the extra `cli`: pip install 'fused-moe-ops[cli]'."""
+"""moe-ops convert: a checkpoint's experts in prepared form."""
 
 from pathlib import Path
 from typing import Annotated
 
-try:
-    import typer
-    from rich.console import Console
-except ImportError:
-    raise ImportError("moe-ops: typer and rich are not installed. pip install 'fused-moe-ops[cli]'") from None
+import typer
 
-from moe_ops.checkpoints import convert as _convert
+from moe_ops import check
+from moe_ops.checkpoints import convert
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+EXAMPLE = "moe-ops convert ./DeepSeek-V3 ./DeepSeek-V3-sm90 --arch sm90 --layers 3-5"
 
 
-@app.callback()
-def main() -> None:
-    """Mixture-of-experts layers as torch.library ops."""
-
-
-@app.command()
-def convert(
+def run(
     source: Annotated[Path, typer.Argument(help="A checkpoint: config.json and safetensors files.")],
     target: Annotated[Path, typer.Argument(help="Directory for the prepared layers.")],
     recipe: Annotated[str | None, typer.Option(help="bf16, fp8_block, mxfp8, mxfp4. Default: by source.")] = None,
@@ -32,30 +23,32 @@ def convert(
     world: Annotated[int, typer.Option(help="Ranks to shard for. 1 serves every ep world.")] = 1,
     on_inexact: Annotated[str, typer.Option(help="raise or warn, if MXFP4 cannot be held exactly as fp8.")] = "raise",
 ) -> None:
-    """Write a checkpoint's experts in prepared form, to load with no further work."""
-    try:
-        _convert(
-            source,
-            target,
-            layers=None if layers is None else _numbers(layers),
-            parallel=parallel,
-            world=world,
-            say=typer.echo,
-            recipe=recipe,
-            scale_format=scale_format,
-            arch=arch,
-            device=device,
-            on_inexact=on_inexact,
-        )
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    """Write a checkpoint's experts in prepared form, to load with no further work.
+
+    On a terminal a bar counts the experts of the layer at hand; a line is printed for each layer that is done.
+    """
+    convert(
+        source,
+        target,
+        layers=None if layers is None else _numbers(layers),
+        parallel=parallel,
+        world=world,
+        say=typer.echo,
+        recipe=recipe,
+        scale_format=scale_format,
+        arch=arch,
+        device=device,
+        on_inexact=on_inexact,
+        progress=True,
+    )
 
 
 def _numbers(text: str) -> list[int]:
     """3-5,8 -> [3, 4, 5, 8]."""
-    numbers = []
+    numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
+        ok = first.strip().isdigit() and (last or first).strip().isdigit()
+        check.value(ok, "convert", "layers", "numbers and ranges", repr(text), "Write them like 3-5,8.")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
