@@ -1,35 +1,59 @@
-"""Contracts of moe::pre_permute_contiguous and moe::pre_permute_masked."""
+"""Contracts of moe::pre_permute_{contiguous,masked,gathered}."""
 
 import torch
 
 from moe_ops import check
+from moe_ops.meta.grouped_gemm import BLOCKS_M
 from moe_ops.meta.quantize import row_specs
 from moe_ops.recipes import FLOATS, Recipe, get_recipe
-from moe_ops.rows import contiguous_rows, masked_rows
+from moe_ops.rows import contiguous_rows, gathered_tiles, masked_rows, route_chunks
 from moe_ops.spec import TensorSpec
 
 IDS = (torch.int32, torch.int64)
 
 
 def contiguous_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format: str) -> tuple[TensorSpec, ...]:
-    """(x_q, x_scale, m_indices, src2dst)"""
+    """(x_q, x_scale, m_indices, src2dst, ends, scratch)"""
     M = contiguous_rows(T, top_k, E)
     _check_rows(M)
     return (
         *row_specs(M, K, recipe=recipe, scale_format=scale_format),
         TensorSpec.contiguous(M, dtype=torch.int32),
         TensorSpec.contiguous(T, top_k, dtype=torch.int32),
+        TensorSpec.contiguous(E, dtype=torch.int32),
+        _scratch_spec(T, top_k, E),
     )
 
 
 def masked_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format: str) -> tuple[TensorSpec, ...]:
-    """(x_q, x_scale, masked_m, src2dst)"""
+    """(x_q, x_scale, masked_m, src2dst, scratch)"""
     _check_rows(E * masked_rows(T))
     return (
         *row_specs(E, masked_rows(T), K, recipe=recipe, scale_format=scale_format),
         TensorSpec.contiguous(E, dtype=torch.int32),
         TensorSpec.contiguous(T, top_k, dtype=torch.int32),
+        _scratch_spec(T, top_k, E),
     )
+
+
+def gathered_specs(
+    T, K: int, top_k: int, E: int, recipe: Recipe, scale_format: str, block_m: int
+) -> tuple[TensorSpec, ...]:
+    """(x_q, x_scale, row_token, tiles, src2dst, scratch)"""
+    routes = T * top_k
+    _check_rows(routes)
+    return (
+        *row_specs(T, K, recipe=recipe, scale_format=scale_format),
+        TensorSpec.contiguous(routes, dtype=torch.int32),
+        TensorSpec.contiguous(3, gathered_tiles(routes, E, block_m), dtype=torch.int32),
+        TensorSpec.contiguous(T, top_k, dtype=torch.int32),
+        _scratch_spec(T, top_k, E),
+    )
+
+
+def _scratch_spec(T, top_k: int, E: int) -> TensorSpec:
+    """What a kernel needs to sort many routes: two counters per expert and chunk of routes."""
+    return TensorSpec.contiguous(2, route_chunks(T, top_k), E, dtype=torch.int32)
 
 
 def _check_rows(rows) -> None:
@@ -45,6 +69,12 @@ def pre_permute_contiguous(**arguments) -> tuple[TensorSpec, ...]:
 
 def pre_permute_masked(**arguments) -> tuple[TensorSpec, ...]:
     return masked_specs(*_checked("pre_permute_masked", **arguments))
+
+
+def pre_permute_gathered(*, block_m, **arguments) -> tuple[TensorSpec, ...]:
+    op = "pre_permute_gathered"
+    check.one_of(op, "block_m", block_m, BLOCKS_M)
+    return gathered_specs(*_checked(op, **arguments), block_m=block_m)
 
 
 def _checked(op, *, hidden_states, topk_ids, num_local_experts, recipe, scale_format, expert_start, backend) -> tuple:

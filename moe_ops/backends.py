@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from moe_ops import arch, check, env
+from moe_ops.recipes import DENSE
 from moe_ops.rows import BLOCK
 
 BACKENDS = ("auto", "reference", "triton", "deep_gemm")
@@ -40,7 +41,7 @@ def pick(op: str, backend: str, device: torch.device, kernels: Kernels, argument
         if device.type == "cpu":
             backend = "reference"
         else:
-            many = gemm and not _few_rows(arguments)
+            many = gemm and not _few_rows(op, arguments)
             backend = "deep_gemm" if many and why_not_deep_gemm(op, device, arguments) is None else "triton"
     if backend == "triton":
         _check_triton(op, device)
@@ -56,19 +57,56 @@ def pick(op: str, backend: str, device: torch.device, kernels: Kernels, argument
 
 def why_not_deep_gemm(op: str, device: torch.device, arguments: Mapping) -> str | None:
     """A sentence that says why deep_gemm cannot run this GEMM on this device, or None if it can."""
-    recipe, scale_format = _form(arguments)
+    recipe, scale_format = _form(op, arguments)
+    if op not in DENSE:
+        layout = "contiguous" if op.endswith("contiguous") else "masked"
+        return why_not_grouped(device, recipe, scale_format, layout, (arguments["w"].shape[2],))
+    deep_gemm = importlib.import_module("moe_ops.kernels.deep_gemm")
+    if deep_gemm.stand_in() is not None:
+        return None
+    reason = _why_not_here(device, recipe, scale_format)
+    if reason is not None:
+        return reason
+    dense = importlib.import_module("moe_ops.kernels.deep_gemm_dense")
+    return dense.why_not(op, arch.arch_of(op, device), arguments) or _why_not_installed(device)
+
+
+def why_not_grouped(
+    device: torch.device | str, recipe: str, scale_format: str, layout: str, depths: tuple[int, ...]
+) -> str | None:
+    """why_not_deep_gemm of grouped GEMMs in this layout over these K. A name in arch.ARCHS: as if it were installed."""
     deep_gemm = importlib.import_module("moe_ops.kernels.deep_gemm")
     if deep_gemm.stand_in() is not None:  # it makes the library's checks itself
         return None
-    if device.type != "cuda":
-        return f"deep_gemm needs a CUDA card, and the tensors are on {device.type}."
-    if not arch.runs(recipe, scale_format, device, "deep_gemm"):
-        return f"deep_gemm does not read {recipe} with {scale_format} scales on {arch.arch_of(op, device)}."
-    if op.endswith("masked") and arch.arch_of(op, device) == "sm120":
+    reason = _why_not_here(device, recipe, scale_format)
+    if reason is not None:
+        return reason
+    if layout != "contiguous" and arch.arch_of("deep_gemm", device) == "sm120":
         return "deep_gemm is used on sm120 in the contiguous layout only, as SGLang does."
-    if scale_format == "none" and arguments["w"].shape[2] % 64:
-        return f"deep_gemm's bf16 GEMM needs K to be a multiple of 64, and K is {arguments['w'].shape[2]}."
-    found = deep_gemm.probe()
+    odd = next((K for K in depths if K % 64), None) if scale_format == "none" else None
+    if odd is not None:
+        return f"deep_gemm's bf16 GEMM needs K to be a multiple of 64, and K is {odd}."
+    return _why_not_installed(device)
+
+
+def has_stand_in() -> bool:
+    """Whether calls go to a stand-in of deep_gemm instead of the library."""
+    return importlib.import_module("moe_ops.kernels.deep_gemm").stand_in() is not None
+
+
+def _why_not_here(device: torch.device | str, recipe: str, scale_format: str) -> str | None:
+    name = arch.arch_of("deep_gemm", device)
+    if name == "cpu":
+        return f"deep_gemm needs a CUDA card, and the tensors are on {device}."
+    if not arch.runs(recipe, scale_format, device, "deep_gemm"):
+        return f"deep_gemm does not read {recipe} with {scale_format} scales on {name}."
+    return None
+
+
+def _why_not_installed(device: torch.device | str) -> str | None:
+    if isinstance(device, str):
+        return None
+    found = importlib.import_module("moe_ops.kernels.deep_gemm").probe()
     return None if found.works else found.reason
 
 
@@ -90,17 +128,22 @@ _REFERENCE = (
 )
 
 
-def _few_rows(arguments: Mapping) -> bool:
-    """Whether an expert has few rows on average. Contiguous: fewer blocks than experts, so many have none."""
+def _few_rows(op: str, arguments: Mapping) -> bool:
+    """Whether an expert has few rows on average. Contiguous: fewer blocks than experts, so many have none.
+
+    A dense GEMM has one expert for all rows.
+    """
+    if op in DENSE:
+        return arguments["x"].shape[0] <= FEW_ROWS
     if "expected_m" in arguments:
         return arguments["expected_m"] <= FEW_ROWS
     return arguments["x"].shape[0] < BLOCK * arguments["w"].shape[0]
 
 
-def _form(arguments: Mapping) -> tuple[str, str]:
+def _form(op: str, arguments: Mapping) -> tuple[str, str]:
     """(recipe, scale format) of a GEMM's weights."""
-    scale = arguments["w_scale"]
-    return arguments["recipe"], _SCALE_FORMATS[None if scale is None else scale.dtype]
+    scale = arguments.get("w_scale")
+    return DENSE.get(op) or arguments["recipe"], _SCALE_FORMATS[None if scale is None else scale.dtype]
 
 
 def _check_triton(op: str, device: torch.device) -> None:

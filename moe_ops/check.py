@@ -36,13 +36,17 @@ def shape(op: str, argument: str, tensor: torch.Tensor, want: Sequence, letters:
     """ValueError unless the tensor has this shape; None in `want` stands for any size. `letters` names the axes."""
     sizes = tensor.shape
     same = len(sizes) == len(want)
-    pairs = [(size, wanted) for size, wanted in zip(sizes, want, strict=False) if wanted is not None]
-    if same and all((size == wanted) is True for size, wanted in pairs):
-        return
+    for size, wanted in zip(sizes, want, strict=False):
+        if wanted is not None and (size == wanted) is not True:  # wrong, or symbolic
+            break
+    else:
+        if same:
+            return
     rule = f"of shape {letters} = {_sizes(want)}"
     value(same, op, argument, rule, lambda: _sizes(sizes), fix)
-    for size, wanted in pairs:
-        value(size == wanted, op, argument, rule, lambda: _sizes(sizes), fix)
+    for size, wanted in zip(sizes, want, strict=True):
+        if wanted is not None:
+            value(size == wanted, op, argument, rule, lambda: _sizes(sizes), fix)
 
 
 def multiple(op: str, argument: str, size, of: int, fix: str) -> None:

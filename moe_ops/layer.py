@@ -8,10 +8,18 @@ from torch import Tensor, nn
 
 from moe_ops import check
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
+from moe_ops.arena import Workspace
 from moe_ops.prep import MoEWeights
+from moe_ops.sizes import Layer
 
 _ROUTER = ("router_weight", "router_bias")
 _PREPARED = ("w13", "w13_scale", "w2", "w2_scale")
+_FLOATS = {
+    argument.name
+    for op in (torch.ops.moe.topk, torch.ops.moe.fused_deepgemm)
+    for argument in op.default._schema.arguments
+    if "float" in str(argument.type)
+}
 
 
 class MoELayer(nn.Module):
@@ -32,7 +40,8 @@ class MoELayer(nn.Module):
         routed_scaling_factor: multiplies the routed sum, once.
         activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit: see moe_ops.silu_and_quant_contiguous.
         shared_expert: a module (T, K) -> (T, K) that every token goes through, or None.
-        layout, backend: see moe_ops.fused_deepgemm.
+        layout, backend, max_workspace_bytes: see moe_ops.fused_deepgemm.
+        workspace: scratch memory that layers share (moe_ops.Workspace). None: each call allocates its own.
 
     Raises:
         ValueError, TypeError: arguments that no forward could run with.
@@ -72,10 +81,14 @@ class MoELayer(nn.Module):
         shared_expert: Callable[[Tensor], Tensor] | None = None,
         layout: str = "auto",
         backend: str = "auto",
+        max_workspace_bytes: int | None = None,
+        workspace: Workspace | None = None,
     ):
         super().__init__()
         self.padding = weights.padding
         self.prepared_for = f"{weights.recipe} {weights.scale_format}"
+        if weights.weight_format != "natural":
+            self.prepared_for += f" {weights.weight_format}"
         self.K = weights.K - weights.padding.K
         check.shape("MoELayer", "router_weight", router_weight, (weights.E, self.K), "(E, K)", "One row per expert.")
         if router_bias is not None:
@@ -87,7 +100,10 @@ class MoELayer(nn.Module):
                 setattr(self, name, None)
             else:
                 self.register_buffer(name, tensor.detach())
+        self.fp8 = [name for name in tensors if "_fp8" in name]
+        self.I = weights.I - weights.padding.I
         self.shared_expert = shared_expert
+        self.workspace = workspace
         self.routing = _beside_defaults(
             torch.ops.moe.topk,
             top_k=top_k,
@@ -101,7 +117,7 @@ class MoELayer(nn.Module):
         )
         self.experts = _beside_defaults(
             torch.ops.moe.fused_deepgemm,
-            recipe=weights.recipe,
+            **weights.attributes(),
             layout=layout,
             activation=activation,
             swiglu_limit=swiglu_limit,
@@ -109,38 +125,64 @@ class MoELayer(nn.Module):
             gemm1_clamp_limit=gemm1_clamp_limit,
             routed_scaling_factor=routed_scaling_factor,
             backend=backend,
+            max_workspace_bytes=max_workspace_bytes,
+        )
+        self.sizes = Layer(
+            0,
+            top_k,
+            weights.E,
+            weights.K,
+            weights.I,
+            weights.recipe,
+            weights.scale_format,
+            layout,
+            weight_format=weights.weight_format,
+            has_fp8=bool(self.fp8),
         )
         self._rehearse()
 
     def forward(
-        self, hidden_states: Tensor, token_ids: Tensor | None = None, *, workspace: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        token_ids: Tensor | None = None,
+        *,
+        workspace: Tensor | None = None,
+        num_token_non_padded: Tensor | None = None,
     ) -> Tensor:
-        """(..., K) -> (..., K). token_ids (...) ints for hash routing. workspace as in moe_ops.fused_deepgemm."""
+        """(..., K) -> (..., K). token_ids (...) ints for hash routing. workspace as in moe_ops.fused_deepgemm; it takes
+        the place of the layer's own. num_token_non_padded: one int on the device; tokens from there on are padding,
+        which no expert computes."""
         self._check_call(hidden_states, token_ids)
         x = hidden_states.flatten(0, -2)
-        out = self._routed(x, None if token_ids is None else token_ids.flatten(), workspace)
+        if workspace is None and self.workspace is not None:
+            workspace = self.workspace.arena
+        out = self._routed(x, None if token_ids is None else token_ids.flatten(), workspace, num_token_non_padded)
         if self.shared_expert is not None:
             out = out + self.shared_expert(x)
         return out.view_as(hidden_states)
 
-    def _routed(self, x: Tensor, token_ids: Tensor | None, workspace: Tensor | None) -> Tensor:
+    def _routed(
+        self, x: Tensor, token_ids: Tensor | None, workspace: Tensor | None, num_token_non_padded: Tensor | None
+    ) -> Tensor:
         logits = F.linear(x.to(self.router_weight.dtype), self.router_weight, self.router_bias)
         hashing = {} if token_ids is None else dict(hash_table=self.hash_table, token_ids=token_ids)
-        topk_weights, topk_ids = torch.ops.moe.topk(logits, bias=self.bias, **hashing, **self.routing)
+        routing = arguments_of(self.routing)
+        if num_token_non_padded is not None:
+            routing["num_token_non_padded"] = num_token_non_padded
+        topk_weights, topk_ids = torch.ops.moe.topk(logits, bias=self.bias, **hashing, **routing)
         out = torch.ops.moe.fused_deepgemm(
             F.pad(x, (0, self.padding.K)) if self.padding.K else x,
             topk_weights,
             topk_ids,
-            self.w13,
-            self.w13_scale,
-            self.w2,
-            self.w2_scale,
-            w13_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
+            **self.expert_tensors(),
             workspace=workspace,
-            **self.experts,
+            **arguments_of(self.experts),
         )
         return out[:, : self.K] if self.padding.K else out
+
+    def expert_tensors(self) -> dict[str, Tensor | None]:
+        """The experts' weights, scales and biases by the names of fused_deepgemm."""
+        return {name: getattr(self, name) for name in (*_PREPARED, "w13_bias", "w2_bias", *self.fp8)}
 
     def _check_call(self, hidden_states: Tensor, token_ids: Tensor | None) -> None:
         op = "MoELayer.forward"
@@ -166,14 +208,13 @@ class MoELayer(nn.Module):
         if self.hash_table is not None:
             hashing = dict(hash_table=self.hash_table.to("meta"), token_ids=meta(2, dtype=torch.int64))
         with torch.no_grad():
-            routes = torch.ops.moe.topk(meta(2, len(self.router_weight)), bias=bias, **hashing, **self.routing)
-            names = (*_PREPARED, "w13_bias", "w2_bias")
-            tensors = {name: None if (t := getattr(self, name)) is None else t.to("meta") for name in names}
-            torch.ops.moe.fused_deepgemm(meta(2, self.w2.shape[1]), *routes, **tensors, **self.experts)
+            routing, experts = arguments_of(self.routing), arguments_of(self.experts)
+            routes = torch.ops.moe.topk(meta(2, len(self.router_weight)), bias=bias, **hashing, **routing)
+            tensors = {name: None if t is None else t.to("meta") for name, t in self.expert_tensors().items()}
+            torch.ops.moe.fused_deepgemm(meta(2, self.K + self.padding.K), *routes, **tensors, **experts)
 
     def extra_repr(self) -> str:
-        E, N, _ = self.w13.shape
-        return f"E={E}, K={self.K}, I={N // 2 - self.padding.I}, {self.routing}, {self.experts}"
+        return f"E={len(self.w13)}, K={self.K}, I={self.I}, {self.routing}, {self.experts}"
 
     def _apply(self, fn, recurse=True):
         """Moves everything; casts the router linear alone, because fp8 values and scales are floats to `.half()`."""
@@ -212,7 +253,16 @@ class MoELayer(nn.Module):
 
 
 def _beside_defaults(op, **attributes) -> dict:
-    """The attributes that differ from the op's defaults. Dynamo guards each one that is passed, and compiles twice for
-    a float under dynamic=True (it first tries the float as a variable)."""
+    """The attributes that differ from the op's defaults: Dynamo guards each one that is passed.
+
+    Floats as text: under dynamic=True Dynamo takes a module's float for a variable and compiles everything twice, but
+    it folds float("2.5").
+    """
     defaults = {argument.name: argument.default_value for argument in op.default._schema.arguments}
-    return {name: value for name, value in attributes.items() if value != defaults[name]}
+    chosen = {name: value for name, value in attributes.items() if value != defaults[name]}
+    return {name: repr(value) if name in _FLOATS else value for name, value in chosen.items()}
+
+
+def arguments_of(attributes: dict) -> dict:
+    """Attributes of a layer (`routing`, `experts`) as the ops take them."""
+    return {name: float(value) if name in _FLOATS else value for name, value in attributes.items()}

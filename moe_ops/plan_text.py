@@ -3,36 +3,38 @@
 from moe_ops.planner import STAGES, BufferPlan
 
 _MIB = 1 << 20
+_RIGHT = ("MiB", "offset")
+_LEFT_OUT = ("strides", "offset", "last read", "written")
+"""Columns that a narrow table does without, in this order."""
 
 
-def table(plan: BufferPlan) -> str:
-    """One line a buffer, in address order, then the totals."""
+def table(plan: BufferPlan, width: int | None = None) -> str:
+    """One line a buffer, in address order, then the totals.
+
+    width: characters a line; columns are left out until the buffers' lines fit. None: all columns.
+    """
     layer = plan.layer
-    head = ("buffer", "shape", "dtype", "strides", "MiB", "offset", "written", "last read")
-    lines: list[tuple[str, ...]] = [head]
+    lines = []
     for buffer in sorted(plan.buffers, key=lambda b: (b.offset, b.first)):
         spec = buffer.spec
         lines.append(
-            (
-                buffer.name,
-                "x".join(map(str, spec.shape)),
-                str(spec.dtype).removeprefix("torch."),
-                ",".join(map(str, spec.stride)),
-                f"{buffer.nbytes / _MIB:.2f}",
-                str(buffer.offset),
-                STAGES[buffer.first],
-                STAGES[buffer.last],
-            )
+            {
+                "buffer": buffer.name,
+                "shape": "x".join(map(str, spec.shape)),
+                "dtype": str(spec.dtype).removeprefix("torch."),
+                "strides": ",".join(map(str, spec.stride)),
+                "MiB": f"{buffer.nbytes / _MIB:.2f}",
+                "offset": str(buffer.offset),
+                "written": STAGES[buffer.first],
+                "last read": STAGES[buffer.last],
+            }
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    right = {4, 5}
-    rows = [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}
+    for name in _LEFT_OUT:
+        if width is not None and sum(widths.values()) + 2 * (len(widths) - 1) > width:
+            del widths[name]
+    rows = ["  ".join(_cell(name, line[name], size) for name, size in widths.items()).rstrip() for line in lines]
+    head = "  ".join(_cell(name, name, size) for name, size in widths.items()).rstrip()
     title = (
         f"T={layer.T} top_k={layer.top_k} E={layer.E} K={layer.K} I={layer.I} "
         f"{layer.recipe} scales={layer.scale_format} layout={layer.layout} ({plan.layout_rule})"
@@ -41,7 +43,17 @@ def table(plan: BufferPlan) -> str:
         f"total {plan.total_bytes / _MIB:.2f} MiB | lower bound {plan.lower_bound_bytes / _MIB:.2f} MiB | "
         f"without reuse {plan.unplanned_bytes / _MIB:.2f} MiB"
     )
-    return "\n".join([title, *rows, totals])
+    parts = plan.chunks
+    split = [f"{layer.whole} tokens in {len(parts)} chunks of at most {max(parts)}, one after another"] if parts else []
+    return "\n".join([title, *split, head, *rows, totals])
+
+
+def _cell(column: str, text: str, width: int) -> str:
+    return text.rjust(width) if column in _RIGHT else text.ljust(width)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _MIB:.2f} MiB" if nbytes >= _MIB // 10 else f"{nbytes / 1024:.2f} KiB"
 
 
 def chart(plan: BufferPlan, path: str) -> None:
@@ -62,7 +74,7 @@ def chart(plan: BufferPlan, path: str) -> None:
             edgecolor="black",
             linewidth=0.5,
             alpha=0.8,
-            label=f"{buffer.name} {buffer.nbytes / _MIB:.2f} MiB",
+            label=f"{buffer.name} {_size(buffer.nbytes)}",
         )
         if buffer.nbytes > tall:  # smaller boxes are named in the legend alone
             middle = (buffer.first + span / 2, (buffer.offset + buffer.nbytes / 2) / _MIB)
@@ -72,8 +84,8 @@ def chart(plan: BufferPlan, path: str) -> None:
     axes.set_ylim(0, plan.total_bytes / _MIB)
     axes.set_ylabel("address, MiB")
     axes.set_title(
-        f"{plan.layer.recipe}, {plan.layer.layout}, T={plan.layer.T}: {plan.total_bytes / _MIB:.1f} MiB "
-        f"instead of {plan.unplanned_bytes / _MIB:.1f}"
+        f"{plan.layer.recipe}, {plan.layer.layout}, T={plan.layer.T}: {_size(plan.total_bytes)} "
+        f"instead of {_size(plan.unplanned_bytes)}"
     )
     figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path)

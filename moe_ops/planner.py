@@ -1,49 +1,33 @@
 """The buffer plan: contracts + stage order -> lifetimes -> offsets in one workspace.
 
 Lifetimes of the forward form a chain: each stage reads what the stage before wrote and writes what the next one reads.
-So buffers take turns at the two ends of the arena (even stages at the bottom, odd ones at the top), and those that live
-longer than one hand-over stand below all of them. Two neighbours never overlap when the arena is as long as the longest
-pair, and no arena can be shorter: the plan is optimal by construction, needs no search, and the same code gives the
-size of a traced token count. (Placing greedily by size is not optimal here: bf16 with K > 2 I takes a fifth more.)
+So buffers take turns at the two ends of the arena (even stages at the bottom, odd ones at the top), those that live
+longer than one hand-over stand below all of them, and what a stage needs for itself alone lies where the next one will
+write. No two that live together overlap when the arena is as long as the fullest stage, and no arena can be shorter:
+the plan is optimal by construction, needs no search, and the same code gives the size of a traced token count. (In the
+gathered layout the activation outlives a hand-over, so it does not lie where the routing's scratch was: kilobytes.)
+(Placing greedily by size is not optimal here: bf16 with K > 2 I takes a fifth more.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from moe_ops import check
-from moe_ops.meta.grouped_gemm import gemm_spec
-from moe_ops.meta.pre_permute import contiguous_specs, masked_specs
+from moe_ops.choice import ANY, Choice, choose, token_bounds
+from moe_ops.meta.gated_gemm import direct_specs
+from moe_ops.meta.gated_gemm import gathered_specs as gated_specs
+from moe_ops.meta.grouped_gemm import BLOCKS_M, gemm_spec
+from moe_ops.meta.pre_permute import contiguous_specs, gathered_specs, masked_specs
 from moe_ops.meta.quantize import row_specs
-from moe_ops.recipes import get_recipe
-from moe_ops.rows import AUTO_RULE, LAYOUTS, MASKED_TOKENS, align, choose_layout
+from moe_ops.recipes import Recipe, get_recipe
+from moe_ops.rows import LAYOUTS, align, ceil_div, gathered_block
+from moe_ops.sizes import Layer
 from moe_ops.spec import ALIGNMENT, TensorSpec
 
 STAGES = ("pre_permute", "gemm1", "silu_and_quant", "gemm2", "post_permute")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The sizes that fix a plan. T (tokens) and top_k come with the call, the rest with the weights."""
-
-    T: int
-    top_k: int
-    E: int
-    K: int
-    I: int
-    recipe: str
-    scale_format: str
-    layout: str = "auto"
-
-    def resolved(self) -> "Layer":
-        """With `auto` decided from the token count."""
-        return self if self.layout != "auto" else self.with_layout(choose_layout(self.T))
-
-    def with_layout(self, layout: str, T=None) -> "Layer":
-        T = self.T if T is None else T
-        return Layer(T, self.top_k, self.E, self.K, self.I, self.recipe, self.scale_format, layout)
 
 
 @dataclass(frozen=True)
@@ -66,15 +50,23 @@ class Buffer:
 
 
 def buffers_of(layer: Layer) -> list[Buffer]:
-    """The buffers of a contiguous or masked forward with their lifetimes, not placed yet."""
-    recipe = get_recipe("plan", layer.recipe, layer.scale_format)
-    specs = contiguous_specs if layer.layout == "contiguous" else masked_specs
-    x_q, x_scale, row_map, src2dst = specs(layer.T, layer.K, layer.top_k, layer.E, recipe, layer.scale_format)
+    """The buffers of a forward in the layer's layout with their lifetimes, not placed yet."""
+    return _BUFFERS[layer.layout](layer, get_recipe("plan", layer.recipe, layer.scale_format))
+
+
+def _staged(layer: Layer, recipe: Recipe) -> list[Buffer]:
+    contiguous = layer.layout == "contiguous"
+    specs = contiguous_specs if contiguous else masked_specs
+    x_q, x_scale, row_map, src2dst, *ends, scratch = specs(
+        layer.T, layer.K, layer.top_k, layer.E, recipe, layer.scale_format
+    )
     rows = x_q.shape[:-1]
     act_q, act_scale = row_specs(*rows, layer.I, recipe=recipe, scale_format=layer.scale_format)
     return [
         Buffer("src2dst", src2dst, 0, 4),
-        Buffer("m_indices" if layer.layout == "contiguous" else "masked_m", row_map, 0, 3),
+        Buffer("m_indices" if contiguous else "masked_m", row_map, 0, 3),
+        *(Buffer("ends", spec, 0, 3) for spec in ends),
+        Buffer("scratch", scratch, 0, 0),
         Buffer("x_q", x_q, 0, 1),
         Buffer("x_scale", x_scale, 0, 1),
         Buffer("gateup", gemm_spec(*rows, N=2 * layer.I), 1, 2),
@@ -84,33 +76,79 @@ def buffers_of(layer: Layer) -> list[Buffer]:
     ]
 
 
+def _gathered(layer: Layer, recipe: Recipe, block_m: int | None = None) -> list[Buffer]:
+    block_m = block_m or gathered_block(layer.whole, layer.top_k, layer.experts)
+    x_q, x_scale, row_token, tiles, src2dst, scratch = gathered_specs(
+        layer.T, layer.K, layer.top_k, layer.E, recipe, layer.scale_format, block_m
+    )
+    rows = row_token.shape[0]
+    act_q, act_scale = gated_specs(rows, layer.I, recipe, layer.scale_format)
+    return [
+        Buffer("src2dst", src2dst, 0, 4),
+        Buffer("tiles", tiles, 0, 3),
+        Buffer("scratch", scratch, 0, 0),
+        Buffer("x_q", x_q, 0, 1),
+        Buffer("x_scale", x_scale, 0, 1),
+        Buffer("row_token", row_token, 0, 1),
+        Buffer("act_q", act_q, 1, 3),
+        Buffer("act_scale", act_scale, 1, 3),
+        Buffer("down", gemm_spec(rows, N=layer.K), 3, 4),
+    ]
+
+
+def _direct(layer: Layer, recipe: Recipe) -> list[Buffer]:
+    act, src2dst = direct_specs(layer.T, layer.top_k, layer.I)
+    return [
+        Buffer("act", act, 1, 3),
+        Buffer("src2dst", src2dst, 1, 4),
+        Buffer("down", gemm_spec(act.shape[0], N=layer.K), 3, 4),
+    ]
+
+
+_BUFFERS = {"contiguous": _staged, "masked": _staged, "gathered": _gathered, "direct": _direct}
+
+
 def workspace_bytes(layer: Layer) -> Any:
-    """Bytes that are enough for every token count up to T. SymInt-safe; `auto` counts both layouts."""
+    """Bytes that are enough for every token count up to T, on any device. SymInt-safe.
+
+    `auto` counts each layout that choice.py may take, up to the tokens for which it may.
+    """
     if layer.layout != "auto":
-        return _extent(buffers_of(layer))
-    few = layer.with_layout("masked", torch.sym_min(layer.T, MASKED_TOKENS[1]))
-    return torch.sym_max(_extent(buffers_of(layer.with_layout("contiguous"))), _extent(buffers_of(few)))
+        return _enough(layer)
+    needed = 0
+    for layout, most in token_bounds(layer).items():
+        tokens = layer.T if most == ANY else torch.sym_min(layer.T, int(most))
+        needed = torch.sym_max(needed, _enough(layer.with_layout(layout, tokens)))
+    return torch.sym_max(needed, workspace_bytes(layer.as_fp8())) if layer.has_fp8 else needed
+
+
+def _enough(layer: Layer) -> Any:
+    """_extent in the layer's layout. Fewer tokens than T may have the smallest row tiles, so those are counted."""
+    if layer.layout == "gathered":
+        recipe = get_recipe("plan", layer.recipe, layer.scale_format)
+        return _extent(_gathered(layer, recipe, BLOCKS_M[0]))
+    return _extent(buffers_of(layer))
 
 
 def place(buffers: list[Buffer]) -> tuple[list[Buffer], int]:
     """Gives each buffer its offset; returns them with the length of the arena."""
     total = _extent(buffers)
     placed, bottom = [], 0
-    for buffer in buffers:
-        if _stands(buffer):
-            placed.append(buffer.at(bottom))
-            bottom += buffer.nbytes
+    for buffer in filter(_stands, buffers):
+        placed.append(buffer.at(bottom))
+        bottom += buffer.nbytes
+    before = 0  # bytes of the stage before, at the other end
     for stage in range(len(STAGES)):
-        low, high = bottom, total
+        taken = {True: 0, False: before}  # at this stage's own end, and at the other one
         for buffer in buffers:
             if buffer.first != stage or _stands(buffer):
                 continue
-            if stage % 2:
-                high -= buffer.nbytes
-                placed.append(buffer.at(high))
-            else:
-                placed.append(buffer.at(low))
-                low += buffer.nbytes
+            own = buffer.last > stage  # what dies with its stage gives way to the next one
+            at_bottom = own == (stage % 2 == 0)
+            offset = bottom + taken[own] if at_bottom else total - taken[own] - buffer.nbytes
+            placed.append(buffer.at(offset))
+            taken[own] += buffer.nbytes
+        before = taken[True]
     return placed, total
 
 
@@ -119,13 +157,14 @@ def _stands(buffer: Buffer) -> bool:
 
 
 def _extent(buffers: list[Buffer]) -> Any:
-    """Bytes of the standing buffers and of the longest pair of neighbours: an int, or a SymInt while traced."""
+    """Bytes of the standing buffers and of the fullest stage: an int, or a SymInt while traced."""
     standing = sum(buffer.nbytes for buffer in buffers if _stands(buffer))
-    written = [sum(b.nbytes for b in buffers if b.first == i and not _stands(b)) for i in range(len(STAGES))]
-    longest = 0
-    for one, next_one in zip(written, written[1:], strict=False):
-        longest = torch.sym_max(longest, one + next_one)
-    return standing + longest
+    fullest, before = 0, 0
+    for stage in range(len(STAGES)):
+        mine = [buffer for buffer in buffers if buffer.first == stage and not _stands(buffer)]
+        fullest = torch.sym_max(fullest, before + sum(buffer.nbytes for buffer in mine))
+        before = sum(buffer.nbytes for buffer in mine if buffer.last > stage)
+    return standing + fullest
 
 
 @dataclass(frozen=True)
@@ -139,6 +178,9 @@ class BufferPlan:
     """Enough for this and every smaller T: what to allocate once for calls of many sizes."""
     layout_rule: str
     """Why the layout is what it is."""
+    chunks: tuple[int, ...] = ()
+    """Tokens of the parts that a call with max_workspace_bytes runs in, one after another; the plan is the largest
+    one's. Empty: no budget was given."""
 
     @property
     def lower_bound_bytes(self) -> int:
@@ -168,28 +210,82 @@ class BufferPlan:
         chart(self, path)
 
 
+def resolve(layer: Layer, choice: Choice) -> Layer:
+    """The layer as it is computed."""
+    return (layer.as_fp8() if choice.fp8 else layer).with_layout(choice.layout)
+
+
 @lru_cache(maxsize=4096)
-def plan_layer(layer: Layer) -> BufferPlan:
-    """The plan of one forward."""
-    resolved = layer.resolved()
+def plan_layer(layer: Layer, choice: Choice | None = None) -> BufferPlan:
+    """The plan of one forward in the layout that was chosen, or in the layer's own."""
+    resolved = layer if choice is None else resolve(layer, choice)
     buffers, total = place(buffers_of(resolved))
-    rule = AUTO_RULE if layer.layout == "auto" else "as asked"
+    rule = "as asked" if layer.layout != "auto" else f"auto: {choice}"
     return BufferPlan(resolved, tuple(buffers), total, workspace_bytes(layer), rule)
 
 
+@lru_cache(maxsize=4096)
+def split(layer: Layer, choice: Choice, budget: int) -> tuple[int, ...]:
+    """Tokens of the parts, as even as can be, in which the layer runs in `budget` bytes of workspace.
+
+    Layout, backend and tiles are those of the whole. Only the layer's T is split, never a token's routes.
+
+    Raises:
+        ValueError: not even one token fits.
+    """
+
+    def needed(tokens: int) -> int:
+        return plan_layer(replace(layer, T=tokens, of=layer.T), choice).total_bytes
+
+    if layer.T == 0 or needed(layer.T) <= budget:
+        return (layer.T,)
+    least = needed(1)
+    fix = f"Pass at least {least}."
+    check.value(least <= budget, "plan", "max_workspace_bytes", "enough for one token", budget, fix)
+    fits, beyond = 1, layer.T  # more tokens never take fewer bytes
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if needed(middle) <= budget else (fits, middle)
+    parts = ceil_div(layer.T, fits)
+    return tuple(layer.T * (part + 1) // parts - layer.T * part // parts for part in range(parts))
+
+
+def plan_chunks(layer: Layer, choice: Choice, budget: int) -> BufferPlan:
+    """The plan of the largest part of a call that is split to fit `budget` bytes."""
+    chunks = split(layer, choice, budget)
+    plan = plan_layer(replace(layer, T=max(chunks), of=layer.T), choice)
+    return replace(plan, workspace_bytes=min(plan.workspace_bytes, budget), chunks=chunks)
+
+
 def plan(
-    *, T: int, E: int, K: int, I: int, top_k: int, recipe: str, layout: str = "auto", scale_format: str | None = None
+    *,
+    T: int,
+    E: int,
+    K: int,
+    I: int,
+    top_k: int,
+    recipe: str,
+    layout: str = "auto",
+    scale_format: str | None = None,
+    num_experts: int = -1,
+    backend: str = "auto",
+    arch: str | None = None,
+    max_workspace_bytes: int | None = None,
 ) -> BufferPlan:
     """The buffer plan of one MoE forward.
 
     Args:
         T: tokens. E: experts on this rank. K: hidden size. I: intermediate size on this rank. top_k: routes a token.
         recipe: bf16, fp8_block, mxfp8 or mxfp4.
-        layout: auto, contiguous or masked. auto is decided by T (rows.MASKED_TOKENS).
+        layout: auto, contiguous, masked, gathered or direct. auto is decided by the table in choice.py.
         scale_format: fp32 or ue8m0. None: the recipe's first.
+        num_experts: of all ranks together; -1: E.
+        backend: as in fused_deepgemm.
+        arch: cpu, sm90, sm100 or sm120: the plan there, with deep_gemm installed. None: here.
+        max_workspace_bytes: as in fused_deepgemm. The plan is then that of the largest part; plan.chunks has them all.
 
     Raises:
-        ValueError: a size is negative, or does not fit the recipe's groups.
+        ValueError: a size is negative, or does not fit the recipe's groups; max_workspace_bytes holds no token.
     """
     op = "plan"
     row = get_recipe(op, recipe, scale_format)
@@ -200,4 +296,7 @@ def plan(
         check.multiple(
             op, name, size, row.granule, f"Recipe {recipe} scales that many columns together; pad with zeros."
         )
-    return plan_layer(Layer(T, top_k, E, K, I, recipe, scale_format or row.scale_formats[0], layout))
+    layer = Layer(T, top_k, E, K, I, recipe, scale_format or row.scale_formats[0], layout, num_experts)
+    device = arch or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    choice = choose(op, layer, backend, device)
+    return plan_layer(layer, choice) if max_workspace_bytes is None else plan_chunks(layer, choice, max_workspace_bytes)

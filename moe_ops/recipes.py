@@ -34,6 +34,11 @@ class Recipe:
         return self.x_group > 0
 
     @property
+    def fused(self) -> bool:
+        """Whether the gathered and direct layouts have kernels for it: bf16, or scales of 128 columns throughout."""
+        return self.w_block[1] == self.x_group and self.w_block[0] != 1
+
+    @property
     def granule(self) -> int:
         """K and I must be multiples of it."""
         return max(self.x_group, self.w_block[1], 1)
@@ -51,6 +56,17 @@ RECIPES: dict[str, Recipe] = {
         Recipe("mxfp4", _E4M3, 128, torch.int8, 2, (1, 32), ("ue8m0",), 0.06),
     )
 }
+
+DENSE: dict[str, str] = {
+    "gemm_nt_fp8": "fp8_block",
+    "gemm_nt_mxfp8": "mxfp8",
+    "gemm_nt_bf16_fp32": "bf16",
+    "hc_prenorm_gemm": "bf16",
+}
+"""Dense GEMM op -> the recipe of its rows x and of its weight (hc_prenorm_gemm's is float32)."""
+
+SPLIT_BLOCK = 64
+"""Columns: hc_prenorm_gemm divides K into ranges of whole blocks of so many, as deep_gemm does."""
 
 
 def get_recipe(op: str, name: str, scale_format: str | None = None) -> Recipe:

@@ -14,10 +14,14 @@ import torch
 from moe_ops import check
 from moe_ops.backends import Kernels, pick
 from moe_ops.spec import TensorSpec, pack
+from moe_ops.tracing import span
 
 NAMESPACE = "moe"
 SCHEMAS: list[str] = []
 """Every schema of the namespace, in the order of definition."""
+
+STAGES: dict[str, Callable] = {}
+"""Name of a `_ws` op -> its kernel, taking arguments by name: for an op that is made of others."""
 
 _PACKED = "It holds the results one after another, each at a multiple of 256 bytes."
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -35,6 +39,8 @@ class Op:
     contract: Contract
     kernels: Kernels
     overload: torch._ops.OpOverload
+    scratch: int = 0
+    """Outputs of the contract, the last ones, that kernels need and callers never see."""
 
     def into(self, outputs: tuple[torch.Tensor, ...], **arguments) -> None:
         """Checks the arguments, then computes into `outputs`: tensors that match the contract's specs."""
@@ -49,7 +55,7 @@ class Op:
         device = _device(arguments)
         outputs = tuple(spec.zeros(device) for spec in self.contract(**arguments))
         self._run(outputs, arguments)
-        return outputs
+        return outputs[: len(outputs) - self.scratch]
 
     def _run(self, outputs: tuple[torch.Tensor, ...], arguments: dict) -> None:
         rest = dict(arguments)
@@ -59,17 +65,20 @@ class Op:
             kernel(outputs, **rest)
 
 
-def define_op(name: str, schema: str, *, contract: Contract, kernels: Kernels) -> Op:
+def define_op(name: str, schema: str, *, contract: Contract, kernels: Kernels, scratch: int = 0) -> Op:
     """Registers the functional op `moe::<name>` for CPU and CUDA."""
     bind = _define(name, schema)
-    op = Op(name, contract, kernels, getattr(torch.ops.moe, name).default)
+    op = Op(name, contract, kernels, getattr(torch.ops.moe, name).default, scratch)
 
     def real(*args, **kwargs):
-        return _single(op.fresh(bind(args, kwargs)))
+        arguments = bind(args, kwargs)
+        with span(name, _device(arguments)):
+            return _single(op.fresh(arguments))
 
     def fake(*args, **kwargs):
         arguments = bind(args, kwargs)
-        return _single(tuple(spec.empty(_device(arguments)) for spec in contract(**arguments)))
+        specs = contract(**arguments)
+        return _single(tuple(spec.empty(_device(arguments)) for spec in specs[: len(specs) - scratch]))
 
     _implement(name, real, fake)
     return op
@@ -82,8 +91,14 @@ def define_ws(name: str, schema: str, run: Callable, *, contract: Contract | Non
     """
     bind = _define(name, schema)
 
+    def traced(**arguments):
+        with span(name, _device(arguments)):
+            return run(**arguments)
+
+    STAGES[name] = traced
+
     def real(*args, **kwargs):
-        return run(**bind(args, kwargs))
+        return traced(**bind(args, kwargs))
 
     def fake(*args, **kwargs):
         if contract is None:

@@ -9,15 +9,15 @@ import torch
 BLOCK = 128
 """Rows of one GEMM block. Each expert's rows start on a multiple of it, in both layouts."""
 
-LAYOUTS = ("auto", "contiguous", "masked")
+LAYOUTS = ("auto", "contiguous", "masked", "gathered", "direct")
+"""contiguous: one list of rows, each expert's padded to whole blocks. masked: a slab of rows an expert. gathered: the
+tokens themselves, read by number in the order of experts. direct: routes as they come, one by one."""
 
-MASKED_TOKENS = (2, 128)
-"""First and last token count for which `auto` takes the masked layout.
+MASKED_ROWS = 16384
+"""Rows of all slabs together up to which `auto` takes the masked layout: beyond, more memory than it saves time."""
 
-On one H200 (torch 2.11, fp8 blocks) the masked GEMM pair is the faster one from a few tokens to about a hundred
-(T=8: 87 against 119 us at E128 K2048 I768; T=64: 369 against 460 us at E32 K7168 I2048), the contiguous pair at
-one token on narrow shapes and from a few hundred tokens on wide ones. The bound also keeps slabs small.
-"""
+FUSED = ("gathered", "direct")
+"""Layouts whose GEMM1 ends with the activation. K and I must be multiples of BLOCK."""
 
 
 def ceil_div(a, b):
@@ -44,10 +44,27 @@ def masked_rows(T):
     return align(T, BLOCK)
 
 
-AUTO_RULE = f"auto: masked for {MASKED_TOKENS[0]} <= T <= {MASKED_TOKENS[1]}, else contiguous"
+def masked_tokens(E: int) -> int:
+    """The largest T whose slabs stay within MASKED_ROWS."""
+    return MASKED_ROWS // (E * BLOCK) * BLOCK
 
 
-def choose_layout(T: int) -> str:
-    """The layout that `auto` means for T tokens: AUTO_RULE."""
-    first, last = MASKED_TOKENS
-    return "masked" if first <= T <= last else "contiguous"
+def gathered_block(T, top_k: int, experts: int) -> int:
+    """Rows of a tile in the gathered layout: what holds the mean rows of an expert with room to spare.
+
+    A traced T gets the smallest, which has the most tiles.
+    """
+    if not isinstance(T, int):
+        return 16
+    return next((block for block, mean in ((16, 8), (32, 32), (64, 127)) if T * top_k <= mean * experts), 128)
+
+
+def gathered_tiles(routes, E: int, block_m: int):
+    """Row tiles of the gathered layout in the worst case: each expert touched ends with a tile that is not full."""
+    touched = torch.sym_min(routes, E)
+    return touched + (routes - touched) // block_m
+
+
+def route_chunks(T, top_k: int):
+    """Pieces of at most 1024 routes in which long lists are counted: whole tokens, top_k rounded up to a power of 2."""
+    return ceil_div(T, max(1, 1024 // (1 << (top_k - 1).bit_length())))

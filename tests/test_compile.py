@@ -107,7 +107,8 @@ def test_compile_makes_two_allocations_and_no_copy():
     allocated = re.findall(r"(?:empty|as|new)_strided\w*\(.*?(torch\.\w+)\)", body)
     assert allocated == ["torch.uint8"]
     calls = re.findall(r"torch\.ops\.moe\.(\w+)\.default\(buf", body)
-    assert calls == ["pre_permute_ws", "grouped_gemm_ws", "silu_and_quant_ws", "grouped_gemm_ws", "post_permute_ws"]
+    stages = ["pre_permute_ws", "gated_gemm_ws", "silu_and_quant_ws", "grouped_gemm_ws", "post_permute_ws"]
+    assert calls == stages
     for foreign in ("cpp_fused", "aten.copy", "aten.clone", "extern_kernels"):
         assert foreign not in body
 

@@ -154,7 +154,8 @@ BAD = [
         "unknown layout",
         lambda a: {"layout": "psum"},
         ValueError,
-        "fused_deepgemm: layout must be one of auto, contiguous, masked; got 'psum'. Choose one of them.",
+        "fused_deepgemm: layout must be one of auto, contiguous, masked, gathered, direct; got 'psum'. "
+        "Choose one of them.",
     ),
     (
         "unknown backend",

@@ -115,7 +115,8 @@ def test_layer_refuses_a_state_dict_of_another_recipe():
         ({"swiglu_limit": -1.0}, "fused_deepgemm: swiglu_limit must be positive; got -1.0. Pass None for no clamp."),
         (
             {"layout": "psum"},
-            "fused_deepgemm: layout must be one of auto, contiguous, masked; got 'psum'. Choose one of them.",
+            "fused_deepgemm: layout must be one of auto, contiguous, masked, gathered, direct; got 'psum'. "
+            "Choose one of them.",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -18,7 +18,7 @@ from moe_ops.schemas import header
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"moe_ops": ROOT / "moe_ops", "moe_ops.meta": ROOT / "meta", "moe_ops.csrc_stubs": ROOT / "csrc_stubs"}
 NAMES = [re.match(r"\w+", schema).group() for schema in SCHEMAS]
-LAYOUT_SUFFIX = re.compile(r"(_contiguous|_masked|_ws)+$")
+LAYOUT_SUFFIX = re.compile(r"(_contiguous|_masked|_gathered|_direct|_ws)+$")
 VERBS = sorted({LAYOUT_SUFFIX.sub("", name) for name in NAMES} - {"fused_deepgemm"})
 SOURCES = sorted(
     path
@@ -29,16 +29,34 @@ SOURCES = sorted(
 
 # Leaves first; a module may import from its own layer and from those above it.
 LAYERS = [
-    {"rows", "spec", "check", "recipes", "arch", "backends", "env"},
+    {
+        "rows",
+        "sizes",
+        "spec",
+        "check",
+        "recipes",
+        "arch",
+        "backends",
+        "choice",
+        "env",
+        "weight_format",
+        "tracing",
+        "report",
+    },
     {"meta", "reference", "kernels"},
     {"registry", "planner", "plan_text", "workspace"},
     {"ops"},
     {"prep"},
-    {"forward"},
-    {"layer"},
+    {"forward", "chunks"},
+    {"layer", "arena", "graphs"},
     {"checkpoints"},
-    {"testing", "schemas", "cli"},
-    {"bench"},
+    {"warmup"},
+    {"dispatch"},
+    {"parallel"},
+    {"integrations"},
+    {"csrc_stubs", "testing", "schemas"},
+    {"bench", "doctor", "verify"},
+    {"cli"},
 ]
 
 

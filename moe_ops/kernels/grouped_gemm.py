@@ -227,7 +227,7 @@ def _grouped_gemm_masked_kernel(
         )  # fmt: skip
 
 
-def grouped_gemm_contiguous(outputs, *, x, x_scale, w, w_scale, m_indices, recipe) -> None:
+def grouped_gemm_contiguous(outputs, *, x, x_scale, w, w_scale, m_indices, ends, recipe) -> None:
     """moe::grouped_gemm_contiguous."""
     (out,) = outputs
     M, E = len(x), len(w)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
+
 
 # BLOCK_K columns of one token: its routes in order, in float32. Grid (tokens, column blocks).
 @triton.jit
@@ -14,8 +16,11 @@ def _post_permute_kernel(
     bias_ptr, stride_be, stride_bk,
     out_ptr, stride_ot, stride_oj,
     E, K, expert_start, factor,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ROUTEWISE: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ROUTEWISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = column < K
@@ -59,7 +64,7 @@ def post_permute(
         *_given(bias),
         out, out.stride(0), out.stride(1) if mode == "routewise" else 0,
         0 if bias is None else len(bias), K, expert_start, routed_scaling_factor,
-        TOP_K=top_k, BLOCK_K=block, ROUTEWISE=mode == "routewise",
+        TOP_K=top_k, BLOCK_K=block, ROUTEWISE=mode == "routewise", **pdl(rows.device),
         enable_fp_fusion=False,  # products round before they are added: the reference's bits
     )  # fmt: skip
 

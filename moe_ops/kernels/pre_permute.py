@@ -5,17 +5,17 @@ quantises it and writes it to each of its rows. A token has one row per distinct
 so an expert's slots are the ranks of the tokens that name it.
 """
 
-import torch
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups
 from moe_ops.recipes import get_recipe
 from moe_ops.rows import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _CHUNK = 1024  # routes that a program holds at once
-_SCANNED = 4096  # up to here every expert's program scans all routes: one launch, no scratch memory
+_SCANNED = 4096  # up to here every expert's program scans all routes: in one launch
 
 
 # Ids of a block of tokens, (BLOCK_T, KP), as given and as local experts; -1 for those of other ranks.
@@ -72,10 +72,14 @@ def _label_tail(m_indices_ptr, end, M, part, parts):
 def _route_kernel(
     ids_ptr, stride_it, stride_ij,
     src2dst_ptr,
-    rows_ptr,
+    rows_ptr, ends_ptr,
     T, M, E, expert_start,
     TOP_K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BLOCK_T: tl.constexpr, MASKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     if MASKED:
         start = expert * M  # M is the rows of a slab
@@ -105,6 +109,7 @@ def _route_kernel(
     if MASKED:
         tl.store(rows_ptr + expert, count)
     else:
+        tl.store(ends_ptr + expert, start + count)
         _label(rows_ptr, start, count, expert)
         _label_tail(rows_ptr, end, M, expert, E)
 
@@ -115,8 +120,11 @@ def _count_kernel(
     ids_ptr, stride_it, stride_ij,
     counts_ptr,
     T, E, expert_start,
-    TOP_K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BLOCK_T: tl.constexpr,
+    TOP_K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ids, local = _read_ids(ids_ptr, stride_it, stride_ij, token, T, expert_start, E, TOP_K, KP)
     first = _first_route(ids_ptr, stride_it, stride_ij, token, T, ids, TOP_K, KP)
@@ -132,11 +140,14 @@ def _place_kernel(
     ids_ptr, stride_it, stride_ij,
     counts_ptr, base_ptr,
     src2dst_ptr,
-    rows_ptr,
+    rows_ptr, ends_ptr,
     T, M, E, expert_start,
     TOP_K: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     expert = tl.arange(0, EP)
@@ -180,6 +191,7 @@ def _place_kernel(
     if MASKED:
         tl.store(rows_ptr + expert, total, mask=(expert < E) & (chunk == 0))
     else:
+        tl.store(ends_ptr + expert, start + total, mask=(expert < E) & (chunk == 0))
         for label in range(chunk, E, chunks):
             count = tl.sum(tl.where(expert == label, total, 0), 0)
             _label(rows_ptr, tl.sum(tl.where(expert == label, start, 0), 0), count, label)
@@ -195,7 +207,11 @@ def _scatter_kernel(
     scale_ptr, stride_se, stride_sg,
     K, m_max,
     TOP_K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, QUANTISED: tl.constexpr, UE8M0: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     group = word[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -210,8 +226,11 @@ def _scatter_kernel(
             words = pack_words(tl.reshape(tl.where(inside, byte, 0), (WORDS, 4)))  # bytes past the last group are 0
     else:
         q = raw.to(q_ptr.dtype.element_ty)  # not by way of float32, which would change the bits of a NaN
+    rows = ()
+    for route in tl.static_range(TOP_K):  # all loads before the first store, behind which they would wait in line
+        rows = rows + (tl.load(src2dst_ptr + token * TOP_K + route),)
     for route in tl.static_range(TOP_K):
-        row = tl.load(src2dst_ptr + token * TOP_K + route)
+        row = rows[route]
         here = row >= 0
         tl.store(q_ptr + row.to(tl.int64) * K + column, q, mask=(column < K) & here)
         if QUANTISED:
@@ -224,37 +243,52 @@ def _scatter_kernel(
 
 def pre_permute_contiguous(outputs, **arguments) -> None:
     """moe::pre_permute_contiguous."""
-    _route(outputs[2], outputs[3], len(outputs[2]), False, **arguments)
-    _scatter(outputs, len(outputs[0]), **arguments)
+    q, _, m_indices, src2dst, ends, scratch = outputs
+    _route((m_indices, ends, src2dst, scratch), len(q), False, **arguments)
+    _scatter(outputs, len(q), **arguments)
 
 
 def pre_permute_masked(outputs, **arguments) -> None:
     """moe::pre_permute_masked."""
-    m_max = outputs[0].shape[1]
-    _route(outputs[2], outputs[3], m_max, True, **arguments)
+    q, _, masked_m, src2dst, scratch = outputs
+    m_max = q.shape[1]
+    _route((masked_m, masked_m, src2dst, scratch), m_max, True, **arguments)
     _scatter(outputs, m_max, **arguments)
 
 
-def _route(rows, src2dst, M, masked, *, topk_ids, num_local_experts, expert_start, **_) -> None:
+def _route(outputs, M, masked, *, topk_ids, num_local_experts, expert_start, **_) -> None:
+    rows, ends, src2dst, scratch = outputs
     T, top_k = topk_ids.shape
     E = num_local_experts
     KP, EP = triton.next_power_of_2(top_k), triton.next_power_of_2(E)
     block = max(1, min(_CHUNK // KP, triton.next_power_of_2(max(T, 1))))
-    flags = dict(TOP_K=top_k, KP=KP, EP=EP, BLOCK_T=block)
+    flags = dict(TOP_K=top_k, KP=KP, EP=EP, BLOCK_T=block) | pdl(topk_ids.device)
     ids = (topk_ids, *topk_ids.stride())
     if T * KP <= _SCANNED:
-        _route_kernel[(E,)](*ids, src2dst, rows, T, M, E, expert_start, MASKED=masked, **flags)
+        _route_kernel[(E,)](*ids, src2dst, rows, ends, T, M, E, expert_start, MASKED=masked, **flags)
         return
     chunks = triton.cdiv(T, block)
-    counts, base = torch.empty(2, chunks, E, dtype=torch.int32, device=topk_ids.device)
+    counts, base = scratch
     _count_kernel[(chunks,)](*ids, counts, T, E, expert_start, **flags)
     _place_kernel[(chunks,)](
-        *ids, counts, base, src2dst, rows, T, M, E, expert_start, MASKED=masked, BLOCK_C=max(1, 4096 // EP), **flags
+        *ids,
+        counts,
+        base,
+        src2dst,
+        rows,
+        ends,
+        T,
+        M,
+        E,
+        expert_start,
+        MASKED=masked,
+        BLOCK_C=max(1, 4096 // EP),
+        **flags,
     )
 
 
 def _scatter(outputs, m_max, *, hidden_states, topk_ids, recipe, scale_format, **_) -> None:
-    q, scale, _, src2dst = outputs
+    q, scale, _, src2dst, *_ = outputs
     T, K = hidden_states.shape
     row = get_recipe("pre_permute", recipe)
     group = row.x_group or 128
@@ -265,5 +299,5 @@ def _scatter(outputs, m_max, *, hidden_states, topk_ids, recipe, scale_format, *
     _scatter_kernel[(T, triton.cdiv(K, 4 * group * words))](
         hidden_states, *hidden_states.stride(), src2dst, q, scale, *strides, K, m_max,
         TOP_K=src2dst.shape[1], GROUP=group, WORDS=words, QUANTISED=row.quantised, UE8M0=scale_format == "ue8m0",
-        num_warps=max(1, words * 4 * group // 512),
+        num_warps=max(1, words * 4 * group // 512), **pdl(q.device),
     )  # fmt: skip

@@ -25,7 +25,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
 def _ws(*, ws, topk_weights, topk_ids, bias, expert_start, routed_scaling_factor, dtype, backend, **sizes) -> Tensor:
-    stage = Stage("post_permute_ws", ws, topk_weights, topk_ids, bias, **sizes)
+    stage = Stage("post_permute_ws", ws, topk_weights, topk_ids, bias, backend=backend, **sizes)
     arguments = dict(
         rows=stage["down"],
         src2dst=stage["src2dst"],
@@ -51,7 +51,7 @@ def _result(*, T, K, dtype, **_) -> tuple[TensorSpec]:
 define_ws(
     "post_permute_ws",
     "(Tensor ws, Tensor topk_weights, Tensor topk_ids, Tensor? bias, int expert_start, float routed_scaling_factor, "
-    f"str dtype, str backend, {LAYER_SCHEMA}) -> Tensor",
+    f"str dtype, {LAYER_SCHEMA}) -> Tensor",
     _ws,
     contract=_result,
 )

@@ -1,4 +1,4 @@
-"""moe::pre_permute_{contiguous,masked} and moe::pre_permute_ws: tokens to expert-sorted, quantised rows."""
+"""moe::pre_permute_{contiguous,masked,gathered} and moe::pre_permute_ws: tokens to expert-sorted, quantised rows."""
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ CONTIGUOUS = define_op(
         "reference": reference.pre_permute_contiguous,
         "triton": lazy("moe_ops.kernels.pre_permute:pre_permute_contiguous"),
     },
+    scratch=2,  # ends too: an op's results fit those of pre_permute_masked
 )
 MASKED = define_op(
     "pre_permute_masked",
@@ -31,14 +32,28 @@ MASKED = define_op(
         "reference": reference.pre_permute_masked,
         "triton": lazy("moe_ops.kernels.pre_permute:pre_permute_masked"),
     },
+    scratch=1,
+)
+GATHERED = define_op(
+    "pre_permute_gathered",
+    "(Tensor hidden_states, Tensor topk_ids, *, int num_local_experts, int block_m, str recipe, "
+    'str scale_format="fp32", int expert_start=0, str backend="auto") '
+    "-> (Tensor x_q, Tensor x_scale, Tensor row_token, Tensor tiles, Tensor src2dst)",
+    contract=contract.pre_permute_gathered,
+    kernels={
+        "reference": reference.pre_permute_gathered,
+        "triton": lazy("moe_ops.kernels.pre_permute_gathered:pre_permute_gathered"),
+    },
+    scratch=1,
 )
 
 
 def _ws(*, ws, hidden_states, topk_ids, expert_start, backend, **sizes) -> None:
-    stage = Stage("pre_permute_ws", ws, hidden_states, topk_ids, **sizes)
-    op = CONTIGUOUS if stage.contiguous else MASKED
-    op.into(
-        (stage["x_q"], stage["x_scale"], *stage.row_map().values(), stage["src2dst"]),
+    stage = Stage("pre_permute_ws", ws, hidden_states, topk_ids, backend=backend, **sizes)
+    layout = stage.layer.layout
+    if layout == "direct":  # its GEMM1 reads tokens and ids as they are
+        return
+    arguments = dict(
         hidden_states=hidden_states,
         topk_ids=topk_ids,
         num_local_experts=stage.layer.E,
@@ -47,11 +62,19 @@ def _ws(*, ws, hidden_states, topk_ids, expert_start, backend, **sizes) -> None:
         expert_start=expert_start,
         backend=backend,
     )
+    if layout == "gathered":
+        names = ("x_q", "x_scale", "row_token", "tiles", "src2dst", "scratch")
+        GATHERED.into(tuple(stage[name] for name in names), block_m=stage.block_m, **arguments)
+    else:
+        contiguous = layout == "contiguous"
+        rows = ("m_indices", "src2dst", "ends") if contiguous else ("masked_m", "src2dst")
+        names = ("x_q", "x_scale", *rows, "scratch")
+        (CONTIGUOUS if contiguous else MASKED).into(tuple(stage[name] for name in names), **arguments)
 
 
 define_ws(
     "pre_permute_ws",
-    f"(Tensor(a!) ws, Tensor hidden_states, Tensor topk_ids, int expert_start, str backend, {LAYER_SCHEMA}) -> ()",
+    f"(Tensor(a!) ws, Tensor hidden_states, Tensor topk_ids, int expert_start, {LAYER_SCHEMA}) -> ()",
     _ws,
 )
 
@@ -121,6 +144,40 @@ def pre_permute_masked(
         hidden_states,
         topk_ids,
         num_local_experts=num_local_experts,
+        recipe=recipe,
+        scale_format=scale_format,
+        expert_start=expert_start,
+        backend=backend,
+    )
+
+
+def pre_permute_gathered(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    *,
+    num_local_experts: int,
+    block_m: int,
+    recipe: str,
+    scale_format: str = "fp32",
+    expert_start: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Quantises tokens where they are, sorts their routes by expert and cuts them into tiles of one expert.
+
+    A row per route, in source order; a token that names an expert twice has two. Arguments as in
+    pre_permute_contiguous, and block_m: rows of a tile, 16, 32, 64 or 128.
+
+    Returns:
+        x_q: (T, K) in the recipe's dtype. x_scale: (T, G) fp32 or (T, ceil(G / 4)) int32, MN-major; empty for bf16.
+        row_token: (T * top_k,) int32, the token of each row. Behind the last row: unspecified.
+        tiles: (3, tiles) int32: expert, first row, rows. Tiles behind the last have expert -1 and nothing else.
+        src2dst: (T, top_k) int32, the row of each route, -1 where it has none.
+    """
+    return torch.ops.moe.pre_permute_gathered(
+        hidden_states,
+        topk_ids,
+        num_local_experts=num_local_experts,
+        block_m=block_m,
         recipe=recipe,
         scale_format=scale_format,
         expert_start=expert_start,

@@ -43,8 +43,10 @@ def _ws(
     backend,
     **sizes,
 ) -> None:
-    stage = Stage("silu_and_quant_ws", ws, bias, **sizes)
-    op = CONTIGUOUS if stage.contiguous else MASKED
+    stage = Stage("silu_and_quant_ws", ws, bias, backend=backend, **sizes)
+    if stage.fused:  # gated_gemm_ws did it
+        return
+    op = CONTIGUOUS if stage.layer.layout == "contiguous" else MASKED
     op.into(
         (stage["act_q"], stage["act_scale"]),
         gateup=stage["gateup"],
@@ -63,7 +65,7 @@ def _ws(
 define_ws(
     "silu_and_quant_ws",
     "(Tensor(a!) ws, Tensor? bias, str activation, float? swiglu_limit, float? gemm1_alpha, "
-    f"float? gemm1_clamp_limit, str backend, {LAYER_SCHEMA}) -> ()",
+    f"float? gemm1_clamp_limit, {LAYER_SCHEMA}) -> ()",
     _ws,
 )
 

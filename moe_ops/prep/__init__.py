@@ -2,7 +2,8 @@
 
 from moe_ops.prep.decide import decide, table
 from moe_ops.prep.prepare import prepare_weights
+from moe_ops.prep.repack_weights import repack_weights
 from moe_ops.prep.report import Padding, PrepReport
 from moe_ops.prep.weights import MoEWeights
 
-__all__ = ["MoEWeights", "Padding", "PrepReport", "decide", "prepare_weights", "table"]
+__all__ = ["MoEWeights", "Padding", "PrepReport", "decide", "prepare_weights", "repack_weights", "table"]

@@ -1,4 +1,4 @@
-"""Reference of moe::pre_permute_contiguous and moe::pre_permute_masked: count, align, scatter, quantise."""
+"""Reference of moe::pre_permute_{contiguous,masked,gathered}: count, align, scatter, quantise."""
 
 import torch
 
@@ -8,22 +8,51 @@ from moe_ops.rows import BLOCK, align
 
 
 def pre_permute_contiguous(outputs, *, topk_ids, num_local_experts, expert_start, **tokens) -> None:
-    x_out, scale_out, m_indices, src2dst = outputs
+    x_out, scale_out, m_indices, src2dst, ends, _ = outputs
     expert, owner, counts, slot = _slots(topk_ids, num_local_experts, expert_start)
     start = align(counts, BLOCK).cumsum(0) - align(counts, BLOCK)
     row = start[expert.clamp(min=0)] + slot
+    ends.copy_(start + counts)
     m_indices.fill_(-1)
     m_indices[row[owner]] = expert[owner].int()
     _scatter(x_out, scale_out, src2dst, row, owner, expert, topk_ids, **tokens)
 
 
 def pre_permute_masked(outputs, *, topk_ids, num_local_experts, expert_start, **tokens) -> None:
-    x_out, scale_out, masked_m, src2dst = outputs
+    x_out, scale_out, masked_m, src2dst, _ = outputs
     m_max = x_out.shape[1]
     expert, owner, counts, slot = _slots(topk_ids, num_local_experts, expert_start)
     masked_m.copy_(counts)
     row = expert.clamp(min=0) * m_max + slot
     _scatter(x_out, scale_out, src2dst, row, owner, expert, topk_ids, **tokens)
+
+
+def pre_permute_gathered(
+    outputs, *, hidden_states, topk_ids, num_local_experts, block_m, expert_start, recipe, scale_format
+) -> None:
+    x_out, scale_out, row_token, tiles, src2dst, _ = outputs
+    row = get_recipe("pre_permute_gathered", recipe)
+    if row.quantised:
+        values, scale = quantize_groups(hidden_states, row.x_group, scale_format)
+        x_out.copy_(values)
+        scale_out.copy_(stored(scale, scale_format))
+    else:
+        x_out.copy_(hidden_states)
+    local = topk_ids.long() - expert_start
+    local = torch.where((topk_ids >= 0) & (local >= 0) & (local < num_local_experts), local, num_local_experts)
+    expert = local.flatten()
+    counts = torch.bincount(expert, minlength=num_local_experts + 1)[:num_local_experts]
+    order = expert.argsort(stable=True)[: int(counts.sum())]
+    row_token[: len(order)] = (order // topk_ids.shape[1]).int()
+    src2dst.fill_(-1)
+    src2dst.flatten()[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    tiles[0] = -1
+    place, start = 0, 0
+    for label, count in enumerate(counts.tolist()):
+        for first in range(0, count, block_m):
+            tiles[:, place] = torch.tensor([label, start + first, min(count - first, block_m)])
+            place += 1
+        start += count
 
 
 def _slots(topk_ids: torch.Tensor, E: int, expert_start: int):

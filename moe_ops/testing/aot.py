@@ -9,9 +9,12 @@ Nothing runs: tensors are on `meta`, and a driver that only knows an architectur
 
 import io
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -40,6 +43,7 @@ class Compiled:
     warps: int
     warnings: tuple[str, ...]
     """Of ptxas; one says that wgmma had to be serialised."""
+    cubin: bytes = field(repr=False)
 
     def __str__(self) -> str:
         sizes = f"{self.warps} warps, {self.registers} registers, {self.spilled} B spilled, {self.shared} B shared"
@@ -50,6 +54,18 @@ class Compiled:
         """The matrix instructions, by name and format."""
         pattern = r"(wgmma\.mma_async\S+|tcgen05\.mma\.\S+|(?<![\w.])mma\.sync\S+)"
         return set(re.findall(pattern, self.ptx))
+
+    @property
+    def instructions(self) -> list[tuple[int, str]]:
+        """(address, text) of the machine code."""
+        from triton import knobs
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(self.cubin)
+            command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+        return [(int(at, 16), line) for at, line in lines]
 
     def check(self, product: str | None = None) -> None:
         """Asserts what a kernel needs to run well: nothing spilled or serialised, within the card's limits.
@@ -91,6 +107,9 @@ def compiling(arch: str) -> Iterator[list[Compiled]]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(knobs.nvidia, "dump_ptxas_log", True),
         mock.patch("moe_ops.kernels.grouped_gemm.arch_of", lambda op, device: arch),
+        mock.patch("moe_ops.kernels.gated_gemm.arch_of", lambda op, device: arch),
+        mock.patch("moe_ops.arch.arch_of", lambda op, device: arch),
+        mock.patch("moe_ops.kernels.launch.capability", lambda device: divmod(CAPABILITY[arch], 10)),
     ):
         yield results
 
@@ -113,6 +132,7 @@ def _read(kernel, arch: str) -> Compiled:
         tensor_memory=getattr(metadata, "tmem_size", 0) or 0,
         warps=metadata.num_warps,
         warnings=tuple(line for line in log.splitlines() if re.search("warning|serialized", line, re.IGNORECASE)),
+        cubin=kernel.asm["cubin"],
     )
 
 

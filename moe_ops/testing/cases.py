@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
+from moe_ops.choice import layouts
 from moe_ops.prep import MoEWeights, prepare_weights
 from moe_ops.recipes import get_recipe
 from moe_ops.reference.moe import moe
+from moe_ops.sizes import Layer
 from moe_ops.testing.decode import decode_weight
 
 DISTRIBUTIONS = ("uniform", "one_expert", "every_other", "foreign", "repeated")
@@ -96,6 +98,13 @@ class LayerCase:
         w2 = decode_weight(weights.w2, weights.w2_scale, row)
         biases = dict(w13_bias=weights.w13_bias, w2_bias=weights.w2_bias)
         return moe(*inputs, w13, w2, **biases, **self.attributes, **more)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """auto, and every layout that holds this case."""
+        scale_format = self.scale_format or get_recipe("case", self.recipe).scale_formats[0]
+        sizes = (self.T, self.top_k, self.E, self.K, self.I)
+        return ("auto", *layouts(Layer(*sizes, self.recipe, scale_format)))
 
     @property
     def max_diff(self) -> float:

@@ -8,12 +8,18 @@ The interpreter keeps bf16 and fp8 as raw integers in numpy arrays. Seen in Trit
 - `tl.dot_scaled` fails: its format names are not wrapped, and the operation itself is missing.
 - the arithmetic of bf16 works on raw integers too. Here it is an error: no kernel of this package computes in bf16.
 - a kernel's scalar cannot bound a `range` under numpy 2.4 (Triton 3.6).
+- `tl.fma` rounds the product. A card does not.
+- inline assembly is refused. Here ptx.py runs it.
 
 Torch's casts are the model of a card's; tests/gpu compares the two for every bf16 value.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
+
+from moe_ops.testing.ptx import run_asm
 
 BITS = {"bf16": (torch.bfloat16, torch.int16, np.uint16), "fp8e4nv": (torch.float8_e4m3fn, torch.uint8, np.uint8)}
 """Triton's name -> torch dtype, torch integers, numpy storage of the floats that numpy does not have."""
@@ -128,7 +134,18 @@ def install() -> None:
     def create_fp_to_fp(self, value, kind, rounding):
         return cast(value, kind)
 
-    for method in (cast_impl, create_fp_to_fp, binary_op, unary_op, create_dot, create_dot_scaled):
+    def create_fma(self, x, y, z):
+        exact = x.data.astype(np.float64) * y.data  # of two float32: fits
+        return handle((exact + z.data).astype(np.float32), z.dtype.scalar)
+
+    def create_inline_asm(self, text, constraints, values, kinds, pure, pack):
+        dtypes = [interpreter._get_np_dtype(kind) for kind in kinds]
+        outputs = run_asm(text, [value.data for value in values], dtypes, pack)
+        results = [handle(output, kind.scalar) for output, kind in zip(outputs, kinds, strict=True)]
+        return SimpleNamespace(get_result=results.__getitem__)
+
+    casts = (cast_impl, create_fp_to_fp, create_inline_asm)
+    for method in (*casts, binary_op, unary_op, create_fma, create_dot, create_dot_scaled):
         setattr(builder, method.__name__, method)
     setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010  its signature is wider
     interpreter._patch_lang_tensor = patch_tensor

@@ -13,7 +13,10 @@ from moe_ops.meta.quantize import GROUPS
 from moe_ops.ops.pre_permute import pre_permute_contiguous, pre_permute_masked
 from moe_ops.prep import prepare_weights
 from moe_ops.recipes import RECIPES
+from moe_ops.rows import BLOCK
 from moe_ops.testing.cases import random_routing
+from moe_ops.testing.dense_cases import dense_cases
+from moe_ops.testing.fused_cases import FORMULAS, fused_cases
 from moe_ops.testing.kernel_check import KernelCase
 
 NAN, INF = float("nan"), float("inf")
@@ -99,30 +102,22 @@ def pre_permute_cases(large: bool = False) -> Iterator[KernelCase]:
         calls += [(one, 4096, 128, 8, 2048, "uniform", *form, 0, bf16, i32) for form in FORMS]
         calls += [(both, 600, 32, 8, 7168, kind, "fp8_block", "fp32", 5, bf16, i64) for kind in ("foreign", "repeated")]
         calls += [(one, 4096, 1024, 32, 128, "uniform", "fp8_block", "ue8m0", 0, bf16, i32)]
+        calls += [(one, 5, 520, 8, 32, "uniform", "mxfp8", "ue8m0", 0, bf16, i32)]
+        # More than 4096 routes, each token's padded to 32: the chunked form.
+        calls += [(both, 130, 40, 17, 32, "repeated", "mxfp8", "ue8m0", 2, bf16, i32)]
     else:
         calls = [(both, T, 5, 3, 640, "foreign", *form, 2, bf16, i32) for T in (0, 1, 9) for form in FORMS]
         calls += [(both, 9, 6, 4, 128, kind, "fp8_block", "fp32", 0, fp32, i64) for kind in ("repeated", "one_expert")]
         calls += [(both, 9, 6, 6, 128, "every_other", "mxfp8", "ue8m0", 0, torch.float16, i32)]
         calls += [(both, 140, 3, 1, 50, "uniform", "bf16", "none", 0, fp32, i32)]
         calls += [(both, 7, 4, 2, 256, "uniform", "fp8_block", "fp32", 0, bf16, i32, True)]
-        calls += [(one, 5, 520, 8, 32, "uniform", "mxfp8", "ue8m0", 0, bf16, i32)]
-        # More than 4096 routes, each token's padded to 32: the chunked form.
-        calls += [(one, 130, 40, 17, 32, "repeated", "mxfp8", "ue8m0", 2, bf16, i32)]
+        calls += [(one, 5, 70, 8, 32, "uniform", "mxfp8", "ue8m0", 0, bf16, i32)]
     for layouts, *call in calls:
         for layout in layouts:
             name = "-".join(map(str, (f"T{call[0]}-E{call[1]}-k{call[2]}-K{call[3]}", *call[4:8])))
             name += "-columns" if len(call) > 10 else ""
             arguments: tuple = tuple(call)
             yield KernelCase(f"pre_permute_{layout}", name, lambda a=arguments: build(*a))
-
-
-FORMULAS = {
-    "silu": {},
-    "limit": dict(swiglu_limit=1.5),
-    "oai": dict(gemm1_alpha=1.702, gemm1_clamp_limit=2.0),
-    "oai-unlimited": dict(gemm1_alpha=1.702),
-    "situ": dict(activation="situ", gemm1_alpha=2.0, gemm1_clamp_limit=3.0),
-}
 
 
 def silu_and_quant_cases(large: bool = False) -> Iterator[KernelCase]:
@@ -154,6 +149,13 @@ def labels(counts: list[int], m_max: int) -> Tensor:
     return torch.cat([torch.where(slots < count, expert, -1) for expert, count in enumerate(counts)]).int()
 
 
+def ends_of(m_indices: Tensor, E: int) -> Tensor:
+    """The row behind each expert's last; one without rows ends where it would start."""
+    counts = torch.bincount(m_indices[m_indices >= 0], minlength=E)
+    taken = -(-counts // BLOCK) * BLOCK
+    return (taken.cumsum(0) - taken + counts).int()
+
+
 def grouped_gemm_cases(large: bool = False) -> Iterator[KernelCase]:
     def build(layout, recipe, scale, N, K, T, E, top_k, distribution, expected):
         row = RECIPES[recipe]
@@ -169,7 +171,9 @@ def grouped_gemm_cases(large: bool = False) -> Iterator[KernelCase]:
         x_q, x_scale, rows, _ = permute(x, ids, num_local_experts=E, recipe=recipe, scale_format=scale)
         operands = dict(x=x_q, x_scale=x_scale if row.quantised else None, recipe=recipe)
         operands |= dict(w=weights.w13, w_scale=weights.w13_scale)
-        return operands | (dict(m_indices=rows) if layout == "contiguous" else dict(masked_m=rows, expected_m=expected))
+        if layout == "contiguous":
+            return operands | dict(m_indices=rows, ends=None if T < 20 else ends_of(rows, E))
+        return operands | dict(masked_m=rows, expected_m=expected)
 
     for recipe, scale in FORMS:
         granule = max(RECIPES[recipe].granule, 16)
@@ -178,7 +182,7 @@ def grouped_gemm_cases(large: bool = False) -> Iterator[KernelCase]:
             calls += [(2 * granule, 5 * granule, 40, 8, 4, "foreign", 20)]
             calls += [(256, 7168, 64, 8, 4, "every_other", 32)]
         else:
-            calls = [(2 * granule, 5 * granule, 5, 3, 2, "foreign", expected) for expected in (0, 1, 32, 64, 128)]
+            calls = [(2 * granule, 5 * granule, 5, 3, 2, "foreign", expected) for expected in (0, 1, 64)]
             calls += [(256, 640, 20, 3, 1, "one_expert", 1), (256, 256, 0, 2, 2, "uniform", 0)]
         for call, layout in product(calls, ("contiguous", "masked")):
             if layout == "contiguous" and call[-1] not in (0, 1) and not large:
@@ -219,7 +223,7 @@ def post_permute_cases(large: bool = False) -> Iterator[KernelCase]:
         calls = [
             (5, 64, 1100, 3, *rest) for rest in product(MODES, (bf16, fp32), (None,), (False, True), (False, True))
         ]
-        calls += [(T, 64, 256, 32, "sum", bf16, fp32, True, False, True) for T in (0, 1, 70)]
+        calls += [(T, 64, 64, 32, "sum", bf16, fp32, True, False, True) for T in (0, 1, 64)]
     for call in calls:
         name = "-".join(str(part).removeprefix("torch.") for part in call)
         arguments: tuple = call
@@ -276,6 +280,14 @@ def topk_cases(large: bool = False) -> Iterator[KernelCase]:
                 yield KernelCase("topk", label, lambda a=arguments: build(*a))
 
 
-_SIZED = (pre_permute_cases, silu_and_quant_cases, grouped_gemm_cases, post_permute_cases, topk_cases)
+_SIZED = (
+    pre_permute_cases,
+    silu_and_quant_cases,
+    grouped_gemm_cases,
+    fused_cases,
+    dense_cases,
+    post_permute_cases,
+    topk_cases,
+)
 CASES = [*quantize_cases(), *pack_scale_cases(), *(case for cases in _SIZED for case in cases())]
 LARGE = [case for cases in _SIZED for case in cases(large=True)]

@@ -9,11 +9,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moe_ops.ops.gated_gemm import DIRECT as GATED_DIRECT
+from moe_ops.ops.gated_gemm import GATHERED as GATED_GATHERED
+from moe_ops.ops.gemm_nt_bf16_fp32 import GEMM_NT_BF16_FP32
+from moe_ops.ops.gemm_nt_fp8 import GEMM_NT_FP8
+from moe_ops.ops.gemm_nt_mxfp8 import GEMM_NT_MXFP8
 from moe_ops.ops.grouped_gemm import CONTIGUOUS as GEMM_CONTIGUOUS
+from moe_ops.ops.grouped_gemm import DIRECT as GEMM_DIRECT
+from moe_ops.ops.grouped_gemm import GATHERED as GEMM_GATHERED
 from moe_ops.ops.grouped_gemm import MASKED as GEMM_MASKED
+from moe_ops.ops.hc_prenorm_gemm import HC_PRENORM_GEMM
 from moe_ops.ops.pack_scale import PACK_SCALE
 from moe_ops.ops.post_permute import POST_PERMUTE
 from moe_ops.ops.pre_permute import CONTIGUOUS as PRE_CONTIGUOUS
+from moe_ops.ops.pre_permute import GATHERED as PRE_GATHERED
 from moe_ops.ops.pre_permute import MASKED as PRE_MASKED
 from moe_ops.ops.quantize import QUANTIZE
 from moe_ops.ops.silu_and_quant import CONTIGUOUS as ACT_CONTIGUOUS
@@ -23,16 +32,25 @@ from moe_ops.recipes import RECIPES
 from moe_ops.rows import BLOCK
 from moe_ops.testing.compare import assert_bits_equal, relative_error
 from moe_ops.testing.decode import decode_rows
+from moe_ops.testing.fused_check import direct_act, gathered_act, routes_here, tiled_rows
 from moe_ops.testing.poison import poisoned
 
 _ALL = (GEMM_CONTIGUOUS, GEMM_MASKED, PACK_SCALE, POST_PERMUTE, PRE_CONTIGUOUS, PRE_MASKED, QUANTIZE, ACT_CONTIGUOUS)
-OPS = {op.name: op for op in (*_ALL, ACT_MASKED, TOPK)}
+_DENSE = (GEMM_NT_BF16_FP32, GEMM_NT_FP8, GEMM_NT_MXFP8, HC_PRENORM_GEMM)
+_FUSED = (PRE_GATHERED, GATED_GATHERED, GATED_DIRECT, GEMM_GATHERED, GEMM_DIRECT)
+OPS = {op.name: op for op in (*_ALL, ACT_MASKED, TOPK, *_DENSE, *_FUSED)}
 
 CLOSE = 2e-3
 """Relative error (Frobenius) of products and activations: a card sums in another order and its exp is approximate, so
 some results round to the neighbouring bf16 or e4m3 value. Routing, quantisation and sums are compared bit by bit."""
+GATED = 1e-2
+"""Of quantised activations on a card, whose tensor core cuts off bits of fp8 sums: a code that flips is 6 % of it."""
 CLOSE_WEIGHTS = 1e-5
 """Of router weights, which are float32."""
+GUARD = 256
+"""Bytes on either side of each result, which nobody may write."""
+CLOSE_SUMS = 5e-5
+"""Of products that stay float32: a tensor core cuts off bits as it adds, and hc_prenorm_gemm keeps 16 bits of fn."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class Results:
-    """An op's results and the memory they lie in, which held nothing but `pattern` before."""
+    """An op's results and the memory they lie in, scratch behind them, which held nothing but `pattern` before."""
 
     views: tuple[Tensor, ...]
     memory: tuple[Tensor, ...]
@@ -67,10 +85,15 @@ def run(op: str, arguments: dict, backend: str, pattern: int = 0xFF) -> Results:
     """Computes into memory full of one byte."""
     device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
     specs = OPS[op].contract(backend=backend, **arguments)
-    memory = tuple(poisoned(spec.nbytes, pattern, device) for spec in specs)
-    views = tuple(spec.carve(buffer, 0) for spec, buffer in zip(specs, memory, strict=True))
+    memory = tuple(poisoned(spec.nbytes + 2 * GUARD, pattern, device) for spec in specs)
+    views = tuple(spec.carve(buffer, GUARD) for spec, buffer in zip(specs, memory, strict=True))
     OPS[op].into(views, backend=backend, **arguments)
-    return Results(views, memory, pattern)
+    return Results(views[: _shown(op, len(specs))], memory, pattern)
+
+
+def _shown(op: str, results: int) -> int:
+    """Results that mean something: not the scratch of a kernel, but `ends`, which a GEMM may read."""
+    return results - OPS[op].scratch + (op == "pre_permute_contiguous")
 
 
 def check_kernel(case: KernelCase, device: str = "cpu", backend: str = "triton") -> None:
@@ -84,16 +107,25 @@ def check_kernel(case: KernelCase, device: str = "cpu", backend: str = "triton")
     if torch.device(device).type == "cuda":
         again = run(case.op, on_device, backend, 0x7F)
         for index, (one, other, own) in enumerate(zip(got.memory, again.memory, owned, strict=True)):
+            if index >= len(got.views):
+                break  # scratch
             same = (one == other).cpu() | ~own
             assert same.all(), f"{case}: result {index} differs between two runs"
 
 
 def compare(case: KernelCase, arguments: dict, got: Results, want: Results, owned: list[Tensor]) -> None:
     """Values, exact or close by op, and that no byte was written which the reference leaves alone."""
-    _COMPARE.get(case.op, _compare_bits)(case, arguments, [view.cpu() for view in got.views], want.views)
-    if case.op != "grouped_gemm_contiguous":  # whole blocks are allowed there
-        for index, (memory, own) in enumerate(zip(got.memory, owned, strict=True)):
-            assert (memory.cpu()[~own] == got.pattern).all(), f"{case}: result {index}: padding was written"
+    views = [view.cpu() for view in got.views]
+    if case.op == "gated_gemm_gathered":
+        quantised_on_card = got.memory[0].is_cuda and RECIPES[arguments["recipe"]].quantised
+        _compare_gated_gathered(case, arguments, views, GATED if quantised_on_card else CLOSE)
+    else:
+        _COMPARE.get(case.op, _compare_bits)(case, arguments, views, want.views)
+    for index, (memory, own) in enumerate(zip(got.memory, owned, strict=True)):
+        rest = memory.cpu()[~own] == got.pattern
+        if case.op == "grouped_gemm_contiguous" or index >= len(got.views):  # whole blocks, and scratch
+            rest = torch.cat((memory[:GUARD], memory[-GUARD:])).cpu() == got.pattern
+        assert rest.all(), f"{case}: result {index}: what is not its own was written"
 
 
 def _compare_bits(case, arguments, got, want) -> None:
@@ -142,10 +174,44 @@ def _counted(arguments: dict) -> Tensor:
     return torch.arange(slabs.shape[1]) < arguments["masked_m"][:, None]
 
 
+def _compare_all(bound: float) -> Callable:
+    def compare_all(case, arguments, got, want) -> None:
+        for one, other in zip(got, want, strict=True):
+            _close(case, one, other, bound)
+
+    return compare_all
+
+
+def _compare_gated_gathered(case, arguments, got, bound: float) -> None:
+    recipe, (act, live) = RECIPES[arguments["recipe"]], gathered_act(arguments)
+    rows = decode_rows(got[0], got[1] if recipe.quantised else None, recipe)
+    _close(case, rows[live], act[live], bound)
+    if arguments["scale_format"] == "ue8m0":
+        behind = (
+            got[1]
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.uint8)[live, act.shape[1] // recipe.x_group :]
+        )
+        assert (behind == 0).all(), f"{case}: bytes past the last group"
+
+
+def _compare_gated_direct(case, arguments, got, want) -> None:
+    act, live = direct_act(arguments)
+    _close(case, got[0][live], act[live])
+    assert_bits_equal(got[1], want[1], f"{case}: src2dst")
+
+
 _COMPARE = {
     "topk": _compare_topk,
     "silu_and_quant_contiguous": _compare_rows(_labelled),
     "silu_and_quant_masked": _compare_rows(_counted),
     "grouped_gemm_contiguous": _compare_rows(_labelled),
     "grouped_gemm_masked": _compare_rows(_counted),
+    "gated_gemm_direct": _compare_gated_direct,
+    "grouped_gemm_gathered": _compare_rows(tiled_rows),
+    "grouped_gemm_direct": _compare_rows(routes_here),
+    "gemm_nt_fp8": _compare_all(CLOSE),
+    "gemm_nt_mxfp8": _compare_all(CLOSE),
+    "gemm_nt_bf16_fp32": _compare_all(CLOSE_SUMS),
+    "hc_prenorm_gemm": _compare_all(CLOSE_SUMS),
 }

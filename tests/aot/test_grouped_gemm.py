@@ -55,7 +55,7 @@ def compile_gemm(arch, recipe, scale_format, layout, tile: Tile | None = None, m
     choose = choose_tile if tile is None else lambda *_: tile
     with compiling(arch) as compiled, mock.patch.object(kernels, "choose_tile", choose):
         if layout == "contiguous":
-            launch(ops.CONTIGUOUS, **operands, m_indices=meta(*rows, dtype=torch.int32))
+            launch(ops.CONTIGUOUS, **operands, m_indices=meta(*rows, dtype=torch.int32), ends=None)
         else:
             launch(ops.MASKED, **operands, masked_m=meta(E, dtype=torch.int32), expected_m=mean_rows)
     (kernel,) = compiled

@@ -1,5 +1,6 @@
 """The whole layer through moe::fused_deepgemm(backend="triton"), every tile, and what kernels do instead of raising."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -7,21 +8,36 @@ import torch
 
 import moe_ops
 from moe_ops import fused_deepgemm, plan
+from moe_ops.kernels import gated_gemm as gated_kernels
 from moe_ops.kernels import grouped_gemm as gemm_kernels
 from moe_ops.kernels import pre_permute as permute_kernels
+from moe_ops.kernels import pre_permute_gathered as gathered_kernels
+from moe_ops.kernels.gated_gemm import GATED_TILES
 from moe_ops.kernels.grouped_gemm import TILES, kind_of
+from moe_ops.meta import pre_permute as permute_contract
+from moe_ops.prep import repack_weights
 from moe_ops.recipes import RECIPES
+from moe_ops.rows import FUSED, LAYOUTS, ceil_div
 from moe_ops.testing import PATTERNS, LayerCase, assert_bits_equal, poisoned, relative_error
+from moe_ops.testing.fused_cases import FORMS as FUSED_FORMS
+from moe_ops.testing.fused_cases import fused_cases, gated_case
 from moe_ops.testing.kernel_cases import FORMS, grouped_gemm_cases, pre_permute_cases
 from moe_ops.testing.kernel_check import check_kernel
 
 LAYER = 1e-2
 """Relative error between two layers that differ in rounding: a code of GEMM2's input that flips is 6 % of its value."""
+FUSED_LAYER = 2e-2
+"""The same where GEMM1 ends with the activation: the reference rounds its product to bf16, so more codes flip."""
 
 CASES = [
     LayerCase(recipe, None if scale == "none" else scale, layout=layout, T=5, bias=True)
     for recipe, scale in FORMS
     for layout in ("contiguous", "masked")
+]
+CASES += [
+    LayerCase(recipe, None if scale == "none" else scale, layout=layout, T=5, bias=True)
+    for recipe, scale in FUSED_FORMS
+    for layout in FUSED
 ]
 CASES += [LayerCase("fp8_block", T=T, distribution=kind) for T in (0, 1, 6) for kind in ("foreign", "repeated")]
 CASES += [
@@ -35,10 +51,11 @@ CASES += [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_layer_matches_reference(case):
     inputs, weights = case.build()
-    assert relative_error(case.run(inputs, weights, backend="triton"), case.run(inputs, weights)) <= LAYER
+    bound = FUSED_LAYER if case.layout in FUSED else LAYER
+    assert relative_error(case.run(inputs, weights, backend="triton"), case.run(inputs, weights)) <= bound
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_layer_reads_nothing_it_did_not_write(layout):
     case = LayerCase("fp8_block", layout=layout, T=4, distribution="foreign")
     inputs, weights = case.build()
@@ -77,11 +94,74 @@ def test_every_tile_multiplies_right(arch, case, tile):
         check_kernel(case)
 
 
-@pytest.mark.parametrize("case", [case for case in pre_permute_cases() if "-k3-" in case.name], ids=str)
+GATED = [
+    pytest.param(arch, kind, block_m, id=f"{arch}-{kind}-{block_m}")
+    for arch, kinds in GATED_TILES.items()
+    for kind, tiles in kinds.items()
+    for block_m, tile in tiles.items()
+    if tile != GATED_TILES["sm90"][kind][block_m]  # those are the interpreter's own
+]
+
+
+@pytest.mark.parametrize("arch, kind, block_m", GATED)
+def test_every_gated_tile_multiplies_right(arch, kind, block_m):
+    form = ("fp8_block", "ue8m0" if kind == "packed" else "fp32")
+    with mock.patch.object(gated_kernels, "arch_of", lambda *_: arch):
+        check_kernel(gated_case(form, block_m))
+
+
+def chunks_of_16(T, top_k):
+    return ceil_div(T, max(1, 16 // (1 << (top_k - 1).bit_length())))
+
+
+CHUNKED = [case for case in pre_permute_cases() if "-k3-" in case.name]
+CHUNKED += [case for case in fused_cases() if case.op == "pre_permute_gathered" and "-k3-" in case.name]
+
+
+@pytest.mark.parametrize("case", CHUNKED, ids=str)
 def test_routing_in_chunks_gives_the_same_rows(case):
-    """The form for many routes, on few: chunks of 16 routes."""
-    with mock.patch.multiple(permute_kernels, _CHUNK=16, _SCANNED=0):
+    """The form for many routes, on few: chunks of 16 routes, and counters for as many in the contract's scratch."""
+    with (
+        mock.patch.object(permute_contract, "route_chunks", chunks_of_16),
+        mock.patch.multiple(permute_kernels, _CHUNK=16, _SCANNED=0),
+        mock.patch.multiple(gathered_kernels, _CHUNK=16, _SCANNED=0),
+    ):
         check_kernel(case)
+
+
+@pytest.mark.parametrize("layout", FUSED)
+@pytest.mark.parametrize(
+    "recipe, sizes, reason",
+    [
+        ("mxfp8", {}, "The {layout} layout has no kernels for mxfp8."),
+        ("mxfp4", {}, "The {layout} layout has no kernels for mxfp4."),
+        ("bf16", dict(K=80, I=48), "The {layout} layout needs K and I to be multiples of 128."),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_in_words(recipe, sizes, reason, layout):
+    case = LayerCase(recipe, layout=layout, T=3, **sizes)
+    assert layout not in case.layouts
+    with pytest.raises(ValueError, match=re.escape(reason.format(layout=layout))):
+        case.run(*case.build(), backend="triton")
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS[1:] if layout != "gathered"])
+def test_repacked_weights_have_one_layout(layout):
+    case = LayerCase("mxfp4", T=3)
+    inputs, weights = case.build()
+    repacked = repack_weights(weights, fp8=False)
+    with pytest.raises(ValueError, match="must be auto or gathered; got"):
+        case.run(inputs, repacked, backend="triton", layout=layout, weight_format=repacked.weight_format)
+
+
+@pytest.mark.parametrize("T", [0, 5])
+def test_layer_of_repacked_weights(T):
+    case = LayerCase("mxfp4", T=T, layout="gathered", distribution="foreign", bias=True)
+    inputs, weights = case.build()
+    repacked = repack_weights(weights, fp8=False)
+    form = dict(weight_format=repacked.weight_format)
+    got, want = (case.run(inputs, repacked, backend=backend, **form) for backend in ("triton", "reference"))
+    assert relative_error(got, want) <= LAYER
 
 
 def test_topk_masks_what_the_reference_refuses():

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
-from moe_ops.planner import Layer, plan_layer
+from moe_ops.choice import choose
+from moe_ops.planner import plan_layer
 from moe_ops.rows import align
+from moe_ops.sizes import Layer
 from moe_ops.spec import ALIGNMENT
 from moe_ops.testing import PATTERNS, assert_bits_equal, check_op, poisoned
 from moe_ops.testing.decode import decode_e4m3
@@ -62,6 +65,17 @@ def _meets_contract(op, wanted, *args, ws=None, **kwargs):
     return eager
 
 
+def _one_graph(function, inputs):
+    """One compiled graph serves all these inputs, of two rows and more, with the bits of the eager call."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for x in inputs:
+        for got, want in zip(results_of(compiled(x)), results_of(function(x)), strict=True):
+            assert_bits_equal(got, want, f"compiled for {len(x)} rows")
+    assert counter.frame_count == 1
+
+
 def _packed_form_agrees(op, results, *args, **kwargs):
     """`<op>_ws` lays the functional form's bits at the start of ws (spec.pack), whatever ws held, and nothing else."""
     results, starts, end = results_of(results), [], 0
@@ -88,12 +102,13 @@ def _packed_form_agrees(op, results, *args, **kwargs):
 class Arena:
     """The workspace of one layer, full of one byte, and its buffers by name.
 
-    `sizes` are T, top_k, E, K, I, recipe, scale_format, layout: what ends the schema of every stage.
+    `sizes` are T, top_k, E, K, I, recipe, scale_format, layout: with the rest, what ends the schema of every stage.
     """
 
     def __init__(self, pattern: int = 0xFF, **sizes):
-        self.plan = plan_layer(Layer(**sizes))
-        self.sizes = tuple(sizes.values())
+        layer = Layer(**sizes)
+        self.plan = plan_layer(layer, choose("arena", layer, "auto", "cpu"))
+        self.sizes = dict(backend="auto", **sizes, num_experts=-1, weight_format="natural", has_fp8=False)
         self.ws = poisoned(self.plan.workspace_bytes, pattern)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -176,6 +191,11 @@ def _refuses_gradients(name: str, op, arguments: dict, argument: str) -> None:
 @pytest.fixture(scope="session")
 def meets_contract():
     return _meets_contract
+
+
+@pytest.fixture(scope="session")
+def one_graph():
+    return _one_graph
 
 
 @pytest.fixture(scope="session")

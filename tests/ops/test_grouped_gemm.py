@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from moe_ops import grouped_gemm_contiguous, grouped_gemm_masked
 from moe_ops.backends import BACKENDS
 from moe_ops.recipes import RECIPES
+from moe_ops.rows import LAYOUTS
 from moe_ops.spec import TensorSpec
 from moe_ops.testing import PATTERNS, assert_bits_equal, decode_rows, decode_weight
 
@@ -165,6 +166,15 @@ def filled(arena, pattern, layout, stage, operands, rows, owner, recipe, scale_f
     return space
 
 
+def stage_call(stage, w, w_scale):
+    """(op, arguments behind ws and before the sizes) of a GEMM in a layout whose activation is a stage of its own."""
+    ids, weight = torch.zeros(16, 2, dtype=torch.int32), (w, w_scale, None, None)
+    if stage == "gemm1":
+        x = torch.zeros(16, w.shape[-1])
+        return torch.ops.moe.gated_gemm_ws.default, (x, ids, *weight, None, "silu", None, None, None, 0)
+    return torch.ops.moe.grouped_gemm_ws.default, (ids, *weight, 0)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS, ids=hex)
 @pytest.mark.parametrize("stage", ["gemm1", "gemm2"])
 @each_layout
@@ -180,13 +190,13 @@ def test_grouped_gemm_touches_nothing_else(
         space = filled(arena, pattern, layout, stage, operands, rows, owner, **form)
         with unchanged(*operands, rows):
             want = OPS[layout](*operands, rows, recipe=recipe)
-        call = (*operands[2:], stage, 3, "auto", *space.sizes)
+        op, call = stage_call(stage, *operands[2:])
         before = space.ws.clone()
         with unchanged(*operands[2:]), space.writes_only(**{out: owner >= 0}):
-            torch.ops.moe.grouped_gemm_ws(space.ws, *call)
+            op(space.ws, *call, **space.sizes)
         assert_bits_equal(space[out][owner >= 0], want[owner >= 0])
-    if (pattern, stage) == (PATTERNS[0], "gemm1"):
-        meets_contract(torch.ops.moe.grouped_gemm_ws.default, (), *call, ws=before)
+    if pattern == PATTERNS[0]:
+        meets_contract(op, (), *call, **space.sizes, ws=before)
 
 
 @each_format
@@ -332,15 +342,21 @@ def test_grouped_gemm_explains_itself_about_gradients(layout, name, refuses_grad
 
 
 def test_grouped_gemm_explains_itself_about_workspaces(arena, says):
-    space = arena(T=3, top_k=2, E=2, K=256, I=64, recipe="bf16", scale_format="none", layout="masked")
-    run, call = torch.ops.moe.grouped_gemm_ws, (1, "auto", *space.sizes)
-    with says(ValueError, f"grouped_gemm_ws: stage must be one of gemm1, gemm2; got 'gemm3'. {ONE_OF}"):
-        run(space.ws, W, None, "gemm3", *call)
-    with says(ValueError, f"grouped_gemm_ws: layout must be one of auto, contiguous, masked; got 'dense'. {ONE_OF}"):
-        run(space.ws, W, None, "gemm1", *call[:-1], "dense")
+    sizes = dict(T=3, top_k=2, E=2, K=256, I=128, recipe="bf16", scale_format="none", layout="masked")
+    space = arena(**sizes)
+    ids, w2 = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 256, 128).bfloat16()
+
+    def run(ws, w, **changed):
+        torch.ops.moe.grouped_gemm_ws(ws, ids, w, None, None, None, 0, **space.sizes | changed)
+
+    space.put("masked_m", torch.zeros(2, dtype=torch.int32))
+    run(space.ws, w2)
+    names = ", ".join(LAYOUTS)
+    with says(ValueError, f"grouped_gemm_ws: layout must be one of {names}; got 'dense'. {ONE_OF}"):
+        run(space.ws, w2, layout="dense")
     with says(ValueError, "grouped_gemm_ws: T must be at least 0; got -1. It counts tokens."):
-        run(space.ws, W, None, "gemm1", 1, "auto", -1, *space.sizes[1:])
-    inside = space.ws[: W.nbytes].view(torch.bfloat16).view(W.shape)
+        run(space.ws, w2, T=-1)
+    inside = space.ws[: w2.nbytes].view(torch.bfloat16).view(w2.shape)
     fix = "Give the workspace memory of its own."
     with says(ValueError, f"grouped_gemm_ws: workspace must be apart from every input; got an overlap with one. {fix}"):
-        run(space.ws, inside, None, "gemm1", *call)
+        run(space.ws, inside)

@@ -75,9 +75,9 @@ def test_post_permute_meets_its_contract(layout, mode, out_dtype, T, meets_contr
 @each_layout
 def test_post_permute_meets_its_contract_on_a_workspace(layout, T, arena, meets_contract):
     space, weights, ids = filled(arena, 0xFF, layout, T)[:3]
-    call = (weights, ids, torch.randn(4, 256), 0, 2.5, "float32", "auto", *space.sizes)
+    call = (weights, ids, torch.randn(4, 256), 0, 2.5, "float32")
     wanted = (((T, 256), torch.float32, (256, 1)),)  # the workspace is only read: an argument like the others
-    meets_contract(torch.ops.moe.post_permute_ws.default, wanted, space.ws, *call)
+    meets_contract(torch.ops.moe.post_permute_ws.default, wanted, space.ws, *call, **space.sizes)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -154,7 +154,7 @@ def test_post_permute_touches_nothing_else(layout, distribution, pattern, arena,
     bias, more = torch.randn(4, 256), dict(routed_scaling_factor=2.5, dtype=torch.float16)
     with unchanged(rows, src2dst, weights, ids, bias, space.ws):
         want = post_permute(rows, src2dst, weights, topk_ids=ids, bias=bias, **more)
-        got = torch.ops.moe.post_permute_ws(space.ws, weights, ids, bias, 0, 2.5, "float16", "auto", *space.sizes)
+        got = torch.ops.moe.post_permute_ws(space.ws, weights, ids, bias, 0, 2.5, "float16", **space.sizes)
     assert_bits_equal(got, want)
     assert got.untyped_storage().data_ptr() != space.ws.untyped_storage().data_ptr()
 

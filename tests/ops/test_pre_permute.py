@@ -140,7 +140,7 @@ def test_pre_permute_meets_its_contract(recipe, scale_format, layout, T, arena, 
     form = dict(recipe=recipe, scale_format=scale_format)
     meets_contract(op, shapes(layout, T, 2, E, K, **form), x, ids, num_local_experts=E, **form)
     space = arena(T=T, top_k=2, E=E, K=K, I=128, **form, layout=layout)
-    meets_contract(torch.ops.moe.pre_permute_ws.default, (), x, ids, 0, "auto", *space.sizes, ws=space.ws)
+    meets_contract(torch.ops.moe.pre_permute_ws.default, (), x, ids, 0, **space.sizes, ws=space.ws)
 
 
 @pytest.mark.parametrize("E, top_k", [(1, 1), (2, 1), (3, 2), (3, 5)])
@@ -189,7 +189,7 @@ def test_pre_permute_ws_matches_the_functional_form(recipe, scale_format, layout
     x, ids, form = tokens(21, 640), routing(21, 4, 2, distribution), dict(recipe=recipe, scale_format=scale_format)
     results = OPS[layout](x, ids, num_local_experts=4, expert_start=1, **form)
     space = arena(T=21, top_k=2, E=4, K=640, I=128, **form, layout=layout)
-    torch.ops.moe.pre_permute_ws(space.ws, x, ids, 1, "auto", *space.sizes)
+    torch.ops.moe.pre_permute_ws(space.ws, x, ids, 1, **space.sizes)
     row_map = "m_indices" if layout == "contiguous" else "masked_m"
     assert_bits_equal(space[row_map], results[2])
     assert_bits_equal(space["src2dst"], results[3])
@@ -197,16 +197,6 @@ def test_pre_permute_ws_matches_the_functional_form(recipe, scale_format, layout
     assert_bits_equal(integers(space["x_q"])[valid], integers(results[0])[valid])
     if scale_format != "none":
         assert_bits_equal(space["x_scale"][valid], results[1][valid])
-
-
-@pytest.mark.parametrize("T, layout", [(1, "contiguous"), (2, "masked"), (128, "masked"), (129, "contiguous")])
-def test_pre_permute_ws_decides_auto_by_the_token_count(T, layout, arena):
-    x, ids, form = tokens(T, 128), routing(T, 4, 2), dict(recipe="fp8_block", scale_format="ue8m0")
-    space = arena(T=T, top_k=2, E=4, K=128, I=128, **form, layout="auto")
-    torch.ops.moe.pre_permute_ws(space.ws, x, ids, 0, "auto", *space.sizes)
-    results = OPS[layout](x, ids, num_local_experts=4, **form)
-    assert_bits_equal(space["m_indices" if layout == "contiguous" else "masked_m"], results[2])
-    assert_bits_equal(space["src2dst"], results[3])
 
 
 def valid_rows(layout, results) -> torch.Tensor:
@@ -323,8 +313,10 @@ def test_pre_permute_touches_nothing_else(recipe, scale_format, layout, pattern,
             results = OPS[layout](x, ids, num_local_experts=4, **form)
             valid = valid_rows(layout, results)
             rows = dict(x_q=valid, x_scale=valid) if scale_format != "none" else dict(x_q=valid)
+            if layout == "contiguous":
+                rows["ends"] = slice(None)
             with space.writes_only(**rows, **{row_map: slice(None), "src2dst": slice(None)}):
-                torch.ops.moe.pre_permute_ws(space.ws, x, ids, 0, "auto", *space.sizes)
+                torch.ops.moe.pre_permute_ws(space.ws, x, ids, 0, **space.sizes)
         assert_bits_equal(space[row_map], results[2])
         assert_bits_equal(space["src2dst"], results[3])
         assert_bits_equal(integers(space["x_q"])[valid], integers(results[0])[valid])
@@ -378,13 +370,12 @@ def test_pre_permute_explains_itself_about_workspaces(arena, says):
     needed = space.plan.total_bytes
     fix = "Size it by moe_ops.plan(...).workspace_bytes for the largest T."
     with says(ValueError, f"pre_permute_ws: workspace must be at least {needed} bytes; got {needed - 1}. {fix}"):
-        torch.ops.moe.pre_permute_ws(space.ws[: needed - 1], X, IDS, 0, "auto", *space.sizes)
-    plan_of_4 = (4, *space.sizes[1:])
+        torch.ops.moe.pre_permute_ws(space.ws[: needed - 1], X, IDS, 0, **space.sizes)
     sentence = (
         "pre_permute_masked: result 3 must be of shape the contract's = (3, 2); got (4, 2). The plan is for others."
     )
     with says(ValueError, sentence):
-        torch.ops.moe.pre_permute_ws(space.ws, X, IDS, 0, "auto", *plan_of_4)
+        torch.ops.moe.pre_permute_ws(space.ws, X, IDS, 0, **space.sizes | dict(T=4))
 
 
 @each_layout

@@ -122,8 +122,8 @@ def test_silu_and_quant_meets_its_contract(recipe, scale_format, layout, counts,
     )
     meets_contract(op, (act, scale), gateup, rows, **form, swiglu_limit=2.0, bias=torch.randn(len(counts), 1280))
     space = filled(arena, 0xFF, layout, counts, **form)[0]
-    call = (None, "silu", None, 1.702, None, "auto", *space.sizes)
-    meets_contract(torch.ops.moe.silu_and_quant_ws.default, (), *call, ws=space.ws)
+    call = (None, "silu", None, 1.702, None)
+    meets_contract(torch.ops.moe.silu_and_quant_ws.default, (), *call, **space.sizes, ws=space.ws)
 
 
 @pytest.mark.parametrize("shape", [(0, 256), (1, 256), (5, 256)], ids=str)
@@ -199,7 +199,7 @@ def test_silu_and_quant_touches_nothing_else(recipe, scale_format, layout, patte
             results = OPS[layout](gateup, rows, bias=bias, **form)
         written = dict(act_q=owner >= 0, act_scale=owner >= 0) if scale_format != "none" else dict(act_q=owner >= 0)
         with unchanged(bias), space.writes_only(**written):
-            torch.ops.moe.silu_and_quant_ws(space.ws, bias, "silu", None, None, None, "auto", *space.sizes)
+            torch.ops.moe.silu_and_quant_ws(space.ws, bias, "silu", None, None, None, **space.sizes)
         for index, name in enumerate(written):
             assert_bits_equal(integers(space[name])[owner >= 0], integers(results[index])[owner >= 0], name)
 
