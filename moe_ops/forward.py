@@ -5,6 +5,7 @@ workspace and nothing else, so eager and compiled alike make two allocations (wo
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ def _bounded(workspace: Tensor | None, hidden_states: Tensor, layer: Layer, budg
     fix = "Pass what moe_ops.plan(...) shows."
     check.value(budget > 0, "fused_deepgemm", "max_workspace_bytes", "positive", budget, fix)
     if workspace is None:
-        return hidden_states.new_empty((torch.sym_min(workspace_bytes(layer), budget),), dtype=torch.uint8)
+        nbytes: Any = torch.sym_min(workspace_bytes(layer), budget)
+        return hidden_states.new_empty((nbytes,), dtype=torch.uint8)
     check.workspace("fused_deepgemm", workspace, 0, traced=True)
     check.same_device("fused_deepgemm", hidden_states.device, workspace=workspace)
     return workspace

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -191,12 +192,14 @@ def _checked(moe: nn.Module, sizes: Sizes, recipe: str, weights: MoEWeights, dev
     x = torch.randn(_CHECKED, shape.K, dtype=torch.bfloat16, device=device, generator=generator)
     with torch.inference_mode():
         got = moe(x).cpu()
-        router = moe.router if isinstance(moe, TorchRouted) else moe.router_weight
+        router: Any = moe.router if isinstance(moe, TorchRouted) else moe.router_weight
         routes = torch.ops.moe.topk(torch.nn.functional.linear(x, router), shape.top_k)
-        named = {name: None if t is None else t.cpu() for name, t in weights.tensors().items()}
-        w13 = decode_weight(named["w13"], named["w13_scale"], row)
-        w2 = decode_weight(named["w2"], named["w2_scale"], row)
-        want = judge(x.cpu(), *(route.cpu() for route in routes), w13, w2)
+        scales = (None if scale is None else scale.cpu() for scale in (weights.w13_scale, weights.w2_scale))
+        w13, w2 = (
+            decode_weight(w.cpu(), scale, row) for w, scale in zip((weights.w13, weights.w2), scales, strict=True)
+        )
+        topk_weights, topk_ids = (route.cpu() for route in routes)
+        want = judge(x.cpu(), topk_weights, topk_ids, w13, w2)
     error = relative_error(got, want)
     if not error <= row.max_diff:
         raise AssertionError(f"error {error:.3f} of the MoE above {row.max_diff}")

@@ -103,10 +103,10 @@ class Decoder(nn.Module):
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
             self.blocks = nn.ModuleList(Block(sizes, batch, moe, **at) for moe in moes)
-        self.half = sizes.head_dim // 2
+        self.turns = sizes.head_dim // 2
 
     def forward(self, x: Tensor, place: Tensor) -> Tensor:
-        turns = torch.arange(self.half, device=x.device) * (-1.0 / self.half)
+        turns = torch.arange(self.turns, device=x.device) * (-1.0 / self.turns)
         angle = place * 1e6**turns
         rotation = torch.cat((angle.cos(), angle.cos())).to(x.dtype), torch.cat((angle.sin(), angle.sin())).to(x.dtype)
         for block in self.blocks:
