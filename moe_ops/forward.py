@@ -15,6 +15,7 @@ from moe_ops import ops as _stages  # noqa: F401  registers moe::*_ws
 from moe_ops.choice import choose
 from moe_ops.chunks import FORMULA, TAIL, TENSORS
 from moe_ops.meta import fused_deepgemm as contract
+from moe_ops.ops.silu_and_quant import FORMULA_SCHEMA
 from moe_ops.planner import plan_layer, workspace_bytes
 from moe_ops.registry import define_composite
 from moe_ops.sizes import Layer
@@ -84,7 +85,7 @@ define_composite(
     "fused_deepgemm",
     "(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor? w13_scale, Tensor w2, "
     'Tensor? w2_scale, *, str recipe, str layout="auto", Tensor? w13_bias=None, Tensor? w2_bias=None, '
-    'str activation="silu", float? swiglu_limit=None, float? gemm1_alpha=None, float? gemm1_clamp_limit=None, '
+    f"{FORMULA_SCHEMA}, "
     "float routed_scaling_factor=1.0, int expert_start=0, int num_experts=-1, "
     'str weight_format="natural", Tensor? w13_fp8=None, Tensor? w13_fp8_scale=None, Tensor? w2_fp8=None, '
     "Tensor? w2_fp8_scale=None, "

@@ -133,6 +133,22 @@ def _count_kernel(
     tl.store(counts_ptrs, _count(local, first, BLOCK_T, KP, EP), mask=expert < E)
 
 
+# Of every expert's routes: all, those of the chunks before this one, and its own. Also for pre_permute_gathered.
+@triton.jit
+def sum_chunks(counts_ptr, chunk, chunks, E, EP: tl.constexpr, BLOCK_C: tl.constexpr):
+    expert = tl.arange(0, EP)
+    total = tl.zeros((EP,), tl.int32)
+    before = tl.zeros((EP,), tl.int32)
+    for first_chunk in range(0, chunks, BLOCK_C):
+        other = first_chunk + tl.arange(0, BLOCK_C)[:, None]
+        counts_ptrs = counts_ptr + other.to(tl.int64) * E + expert[None, :]
+        counts = tl.load(counts_ptrs, mask=(other < chunks) & (expert < E)[None, :], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(other < chunk, counts, 0), 0)
+    own = tl.load(counts_ptr + chunk.to(tl.int64) * E + expert, mask=expert < E, other=0)
+    return total, before, own
+
+
 # The rows of one chunk's routes, by a sort of its routes by expert, and the labels of every chunks-th expert.
 # Grid (chunks,).
 @triton.jit
@@ -151,15 +167,7 @@ def _place_kernel(
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     expert = tl.arange(0, EP)
-    total = tl.zeros((EP,), tl.int32)
-    before = tl.zeros((EP,), tl.int32)
-    for first_chunk in range(0, chunks, BLOCK_C):
-        other = first_chunk + tl.arange(0, BLOCK_C)[:, None]
-        counts_ptrs = counts_ptr + other.to(tl.int64) * E + expert[None, :]
-        counts = tl.load(counts_ptrs, mask=(other < chunks) & (expert < E)[None, :], other=0)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where(other < chunk, counts, 0), 0)
-    own = tl.load(counts_ptr + chunk.to(tl.int64) * E + expert, mask=expert < E, other=0)
+    total, before, own = sum_chunks(counts_ptr, chunk, chunks, E, EP, BLOCK_C)
     rows = _padded(total)
     if MASKED:
         start = expert * M

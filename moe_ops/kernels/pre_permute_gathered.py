@@ -9,6 +9,7 @@ import triton.language as tl
 
 from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups
+from moe_ops.kernels.pre_permute import sum_chunks
 from moe_ops.recipes import get_recipe
 
 _CHUNK = 1024  # routes that a program holds at once
@@ -153,15 +154,7 @@ def _place_kernel(
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     lane = tl.arange(0, EP)
-    total = tl.zeros((EP,), tl.int32)
-    before = tl.zeros((EP,), tl.int32)
-    for first_chunk in range(0, chunks, BLOCK_C):
-        other = first_chunk + tl.arange(0, BLOCK_C)[:, None]
-        ptrs = counts_ptr + other.to(tl.int64) * E + lane[None, :]
-        counts = tl.load(ptrs, mask=(other < chunks) & (lane < E)[None, :], other=0)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where(other < chunk, counts, 0), 0)
-    own = tl.load(counts_ptr + chunk.to(tl.int64) * E + lane, mask=lane < E, other=0)
+    total, before, own = sum_chunks(counts_ptr, chunk, chunks, E, EP, BLOCK_C)
     start = tl.cumsum(total, 0) - total
     # Row of a sorted route = its place in the sorted chunk + base of its expert.
     base_ptr += chunk.to(tl.int64) * E

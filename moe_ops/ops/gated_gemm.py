@@ -6,16 +6,15 @@ from torch import Tensor
 from moe_ops.backends import lazy
 from moe_ops.meta import gated_gemm as contract
 from moe_ops.ops.grouped_gemm import staged_gemm
+from moe_ops.ops.silu_and_quant import FORMULA_SCHEMA
 from moe_ops.reference import gated_gemm as reference
 from moe_ops.registry import define_op, define_ws
 from moe_ops.workspace import LAYER_SCHEMA, Stage
 
-_FORMULA = 'str activation="silu", float? swiglu_limit=None, float? gemm1_alpha=None, float? gemm1_clamp_limit=None'
-
 GATHERED = define_op(
     "gated_gemm_gathered",
     "(Tensor x, Tensor? x_scale, Tensor row_token, Tensor tiles, Tensor w, Tensor? w_scale, *, int block_m, "
-    f'str recipe, str scale_format="fp32", str weight_format="natural", {_FORMULA}, Tensor? bias=None, '
+    f'str recipe, str scale_format="fp32", str weight_format="natural", {FORMULA_SCHEMA}, Tensor? bias=None, '
     'str backend="auto") -> (Tensor act_q, Tensor act_scale)',
     contract=contract.gated_gemm_gathered,
     kernels={
@@ -26,7 +25,7 @@ GATHERED = define_op(
 DIRECT = define_op(
     "gated_gemm_direct",
     "(Tensor hidden_states, Tensor topk_ids, Tensor w, Tensor? w_scale, *, str recipe, "
-    f'str scale_format="fp32", int expert_start=0, {_FORMULA}, Tensor? bias=None, str backend="auto") '
+    f'str scale_format="fp32", int expert_start=0, {FORMULA_SCHEMA}, Tensor? bias=None, str backend="auto") '
     "-> (Tensor act, Tensor src2dst)",
     contract=contract.gated_gemm_direct,
     kernels={

@@ -9,8 +9,11 @@ from moe_ops.reference import silu_and_quant as reference
 from moe_ops.registry import define_op, define_ws
 from moe_ops.workspace import LAYER_SCHEMA, Stage
 
-_FORMULA = 'str activation="silu", float? swiglu_limit=None, float? gemm1_alpha=None, float? gemm1_clamp_limit=None'
-_ATTRIBUTES = f'str recipe, str scale_format="fp32", {_FORMULA}, Tensor? bias=None, str backend="auto"'
+FORMULA_SCHEMA = (
+    'str activation="silu", float? swiglu_limit=None, float? gemm1_alpha=None, float? gemm1_clamp_limit=None'
+)
+"""Which gated activation, in the schema of every op that computes one."""
+_ATTRIBUTES = f'str recipe, str scale_format="fp32", {FORMULA_SCHEMA}, Tensor? bias=None, str backend="auto"'
 
 CONTIGUOUS = define_op(
     "silu_and_quant_contiguous",
