@@ -12,8 +12,8 @@ from moe_ops.rows import BLOCK
 
 BACKENDS = ("auto", "reference", "triton", "deep_gemm")
 FEW_ROWS = 8
-"""Mean rows an expert up to which `auto` takes the Triton GEMMs. On one H200 (torch 2.11, 2026-12-01,
-docs/results/layer_h200.json) they are the faster ones up to 4 rows (fp8 layer, E=128 K=2048 I=768, T=64: 175 against
+"""Mean rows an expert up to which `auto` takes the Triton GEMMs. On one H200 (torch 2.11, triton 3.6,
+2026-12-01) they are the faster ones up to 4 rows (fp8 layer, E=128 K=2048 I=768, T=64: 175 against
 205 us), deep_gemm's from 16 (E=32 K=7168 I=2048, T=64: 391 against 537 us)."""
 
 AUTO_RULE = (

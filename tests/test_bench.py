@@ -136,7 +136,7 @@ NO_CPU = {"deep_gemm mega"}
 @pytest.mark.parametrize("kind", [kind for kind in peers.PEERS if kind.name not in NO_CPU], ids=lambda kind: kind.name)
 def test_peer_computes_the_layer(kind, monkeypatch):
     if kind.name.startswith("transformers"):
-        integration = pytest.importorskip("transformers.integrations.deepgemm")
+        integration = pytest.importorskip("transformers.integrations.deepgemm", reason="needs transformers")
         monkeypatch.setattr(integration, "is_sm100", lambda: False)  # it asks the card
         monkeypatch.setattr(integration, "_DEEPGEMM", None)
         monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -194,7 +194,7 @@ def test_table_puts_the_best_peer_beside_ours(tmp_path, capsys):
 
 
 def test_plot_draws_an_earlier_run(tmp_path):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the chart is the extra `plot`")
     (tmp_path / "report.json").write_text(json.dumps(REPORT))
     assert main(["--from-json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "roofline.svg")]) == 0
     assert "<svg" in (tmp_path / "roofline.svg").read_text()

@@ -157,9 +157,10 @@ def grouped_gemm_masked(outputs, *, x, x_scale, w, w_scale, masked_m, expected_m
 
 def _rows(m_indices: torch.Tensor, ends: torch.Tensor | None, x: torch.Tensor, w_scale: torch.Tensor | None) -> dict:
     """Which rows are whose. Walked by ends, the library leaves out the blocks behind the last expert, of which a worst
-    case has many; by labels it loads them in vain but is quicker about long experts. On one H200 (0.1.4.post1), both
-    GEMMs of E=32 K=7168 I=2048: T=512 467 against 617 us, T=4096 the same; of E=128 K=2048 I=768: T=4096 386 against
-    410, T=16384 1236 against 1117 us. In bf16, GEMM1 of the first: T=512 549 against 751, T=16384 12441 against 11457.
+    case has many; by labels it loads them in vain but is quicker about long experts. On one H200 (0.1.4.post1,
+    2026-12-01), both GEMMs of E=32 K=7168 I=2048: T=512 467 against 617 us, T=4096 the same; of E=128 K=2048 I=768:
+    T=4096 386 against 410, T=16384 1236 against 1117 us. In bf16, GEMM1 of the first: T=512 549 against 751, T=16384
+    12441 against 11457.
     Not measured on cards that read packed scales.
     """
     packed = w_scale is not None and w_scale.dtype == torch.int32

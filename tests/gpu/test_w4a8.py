@@ -5,7 +5,7 @@ import torch
 
 from moe_ops.arch import arch_of
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton is not installed")
 from moe_ops.testing.w4a8_cases import CASES, LARGE  # noqa: E402
 
 pytestmark = pytest.mark.gpu
