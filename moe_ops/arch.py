@@ -1,5 +1,7 @@
 """What a device asks of the data: the only place that looks at a compute capability."""
 
+from functools import lru_cache
+
 import torch
 
 from moe_ops import check
@@ -12,6 +14,12 @@ ARCHS = ("cpu", "sm90", "sm100", "sm120")
 def capability(device: torch.device | None = None) -> tuple[int, int]:
     """Compute capability (major, minor) of a CUDA device; None: the current one."""
     return torch.cuda.get_device_capability(device)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a CUDA device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def arch_of(op: str, device: torch.device | str) -> str:

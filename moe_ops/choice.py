@@ -20,17 +20,19 @@ ANY = float("inf")
 
 @dataclass(frozen=True)
 class Choice:
-    """Up to `rows` mean rows an expert: this layout, its GEMMs by this backend."""
+    """Up to `rows` mean rows an expert and a hidden size of K: this layout, its GEMMs by this backend."""
 
     rows: float
     layout: str
     backend: str
+    K: float = ANY
     fp8: bool = False
     """Computed from the weights as fp8 blocks, which repacked weights may have beside them."""
 
     def __str__(self) -> str:
         bound = "" if self.rows == ANY else f" up to {self.rows:g} mean rows an expert"
-        return f"{self.layout}{bound}, GEMMs by {self.backend}{' from fp8 blocks' * self.fp8}"
+        hidden = "" if self.K == ANY else f" for K up to {self.K:g}"
+        return f"{self.layout}{bound}{hidden}, GEMMs by {self.backend}{' from fp8 blocks' * self.fp8}"
 
 
 _REFERENCE = (Choice(ANY, "contiguous", "reference"),)
@@ -39,17 +41,15 @@ _STAGED = (
     Choice(ANY, "contiguous", "deep_gemm"),
     Choice(ANY, "contiguous", "triton"),
 )
-# One H200, torch 2.11, triton 3.6, sgl-deep-gemm 0.1.4, 2026-12-01, fp8 blocks. With 32
+# One H200, torch 2.11, triton 3.6, sgl-deep-gemm 0.1.4, 2026-12-02, fp8 blocks. With 32
 # mean rows an expert gathered takes 204 us, contiguous 239 (E=128 K=2048 I=768); with 64, 264 against 259, and 523
 # against 446 (E=32 K=7168 I=2048), where masked takes 434 in twice the memory.
-_FUSED = (
-    Choice(0.25, "direct", "triton"),
-    Choice(32, "gathered", "triton"),
-    Choice(ANY, "contiguous", "deep_gemm"),
-    Choice(ANY, "gathered", "triton"),
-    *_STAGED,
-)
-_HOPPER = {"bf16": _FUSED, "fp8_block": _FUSED}
+_FEW = (Choice(0.25, "direct", "triton"), Choice(32, "gathered", "triton"))
+_MANY = (Choice(ANY, "contiguous", "deep_gemm"), Choice(ANY, "gathered", "triton"), *_STAGED)
+# Tiles of 128 rows (kernels/pipelined.py), same card: K=2048, 256 and 1024 rows, 536 and 1661 us against 566 and 1744;
+# K=7168, 256 and 1024 rows, 1016 and 3088 against 942 and 2965.
+_PIPELINED = (Choice(127, "contiguous", "deep_gemm"), Choice(ANY, "gathered", "triton", K=4096))
+_HOPPER = {"bf16": _FEW + _MANY, "fp8_block": _FEW + _PIPELINED + _MANY}
 # Never run there: the library's own layouts as SGLang uses them, Triton where it is missing.
 _BLACKWELL = (
     Choice(192, "masked", "deep_gemm"),
@@ -150,6 +150,8 @@ def _why_not(choice: Choice, layer: Layer, device: torch.device | str) -> str | 
     reason = _why_not_layout(choice.layout, layer)
     if reason is not None:
         return reason
+    if layer.K > choice.K:
+        return f"It is the faster one for K up to {choice.K:g}."
     if choice.layout == "masked" and layer.whole > masked_tokens(layer.E):
         return f"The slabs would have more than {MASKED_ROWS} rows."
     if choice.backend == "deep_gemm":

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.arch import arch_of
+from moe_ops.kernels import pipelined
 from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
 from moe_ops.kernels.numeric import divided, exponent_value, finite_magnitude, group_scale, to_e4m3
 from moe_ops.kernels.silu_and_quant import formula_of, gated
@@ -48,7 +49,7 @@ GATED_TILES: dict[str, dict[str, dict[int, GatedTile]]] = {
             16: GatedTile(8, 3, True, _FEW),
             32: GatedTile(4, 3, True, _FEW),
             64: GatedTile(8, 3, False, 8),
-            128: GatedTile(16, 4, False, 16),  # 126 registers; with 8 warps they run out
+            128: _HALVES,  # Hopper itself: pipelined.py
         },
         "packed": {
             16: GatedTile(8, 3, True, _FEW),
@@ -82,10 +83,9 @@ GATED_TILES["sm100"]["bf16"] = GATED_TILES["sm90"]["bf16"]
 GATED_TILES["sm120"] = GATED_TILES["sm90"]
 
 
-def gated_tile(arch: str, kind: str, block_m: int, plain: bool) -> GatedTile:
-    """plain: silu without a limit; the longer formulas take registers that the widest tile does not have."""
-    tile = GATED_TILES["sm90" if arch == "cpu" else arch][kind][block_m]
-    return _HALVES if tile.warps == 16 and not plain else tile
+def gated_tile(arch: str, kind: str, block_m: int) -> GatedTile:
+    """The table's; the interpreter runs Hopper's."""
+    return GATED_TILES["sm90" if arch == "cpu" else arch][kind][block_m]
 
 
 # The row tile and the column block of a program: GROUP row tiles, then the next columns.
@@ -319,8 +319,10 @@ def _gathered(
     K, I = x.shape[1], act.shape[1]
     depth = 128 if row.quantised else 64
     formula, flags = formula_of("gated_gemm_gathered", recipe=recipe, scale_format=scale_format, **attributes)
-    plain = flags["FORM"] == "silu" and not flags["HAS_LIMIT"]
-    how = gated_tile(arch_of("gated_gemm_gathered", x.device), kind, block_m, plain)
+    if pipelined.fits(x.device, kind, block_m):
+        pipelined.gated_gemm(act, act_scale, x, x_scale, row_token, tiles, w, w_scale, given(bias), formula, flags)
+        return
+    how = gated_tile(arch_of("gated_gemm_gathered", x.device), kind, block_m)
     count = tiles.shape[1]
     _gated_gemm_gathered_kernel[(count * how.parts * (I // 128),)](
         x, *scale_and_stride(x_scale, x), TensorDescriptor.from_tensor(w.view(-1, K), [128, depth]),

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_ops.kernels import pipelined
 from moe_ops.kernels.gated_gemm import kind_of, row_operand, scale_and_stride, step_scale, walk, weight_scale
 from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
 from moe_ops.recipes import get_recipe
@@ -174,14 +175,18 @@ def _gathered(outputs, *, x, x_scale, tiles, w, w_scale, block_m, recipe) -> Non
     if not rows:
         return
     row = get_recipe("grouped_gemm_gathered", recipe)
-    K, count, how = x.shape[1], tiles.shape[1], ROW_TILES[block_m]
     packed = row.quantised and not w_scale.is_floating_point()
+    kind = kind_of(row, "ue8m0" if packed else "fp32")
+    if pipelined.fits(x.device, kind, block_m):
+        pipelined.grouped_gemm(out, x, x_scale, tiles, w, w_scale)
+        return
+    K, count, how = x.shape[1], tiles.shape[1], ROW_TILES[block_m]
     depth = 128 if row.quantised else 64
     _grouped_gemm_gathered_kernel[(count * how.parts * (N // 128),)](
         x, *scale_and_stride(x_scale, x), TensorDescriptor.from_tensor(w.view(-1, K), [128, depth]),
         *weight_scale(row, w, w_scale), tiles, out, count, rows,
         N=N, K=K, BLOCK_M=block_m // how.parts, BLOCK_K=depth, PARTS=how.parts, SWAP=how.swap, STAGES=how.stages,
-        GROUP=how.group, KIND=kind_of(row, "ue8m0" if packed else "fp32"), num_warps=how.warps, **pdl(x.device),
+        GROUP=how.group, KIND=kind, num_warps=how.warps, **pdl(x.device),
     )  # fmt: skip
 
 

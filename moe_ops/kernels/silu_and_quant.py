@@ -12,15 +12,16 @@ from moe_ops.recipes import get_recipe
 _TILES = {(32, True): (16, 4, 4), (128, True): (8, 4, 4), (128, False): (8, 2, 2)}
 
 
-# One float32 tile of the gated activation. Comparisons rather than minimum and maximum: a NaN passes through.
+# One float32 tile of the gated activation. A NaN passes through the limits.
 @triton.jit
 def gated(gate, up, alpha, limit, FORM: tl.constexpr, HAS_LIMIT: tl.constexpr):
     if FORM == "situ":
         return alpha * tanh(gate / alpha) * sigmoid(gate) * (limit * tanh(up / limit))
     else:
         if HAS_LIMIT:
-            gate = tl.where(gate > limit, limit, gate)
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
         if FORM == "oai":
             return gate * sigmoid(alpha * gate) * (up + 1.0)
         else:

@@ -108,6 +108,7 @@ def compiling(arch: str) -> Iterator[list[Compiled]]:
         mock.patch.object(knobs.nvidia, "dump_ptxas_log", True),
         mock.patch("moe_ops.kernels.grouped_gemm.arch_of", lambda op, device: arch),
         mock.patch("moe_ops.kernels.gated_gemm.arch_of", lambda op, device: arch),
+        mock.patch("moe_ops.kernels.pipelined.multiprocessors", lambda device: 132),
         mock.patch("moe_ops.arch.arch_of", lambda op, device: arch),
         mock.patch("moe_ops.kernels.launch.capability", lambda device: divmod(CAPABILITY[arch], 10)),
     ):
