@@ -6,7 +6,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from moe_ops.cli import bench, convert, demo, doctor, plan, trace, verify, warmup
+from moe_ops.cli import bench, convert, demo, doctor, plan, simulate, trace, verify, warmup
 from moe_ops.cli.screen import stderr
 
 
@@ -50,4 +50,5 @@ _add("bench", bench, context_settings={"allow_extra_args": True, "ignore_unknown
 _add("warmup", warmup)
 _add("convert", convert)
 _add("trace", trace)
+_add("simulate", simulate)
 _add("verify", verify)

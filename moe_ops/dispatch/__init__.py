@@ -7,11 +7,13 @@ from moe_ops.dispatch.deepep_normal import DeepEPNormal
 from moe_ops.dispatch.deepep_v2 import DeepEPV2, DeepEPV2Expanded, DeepEPV2Masked
 from moe_ops.dispatch.experts import ExpertRows, Experts
 from moe_ops.dispatch.flashinfer import FlashInfer
+from moe_ops.dispatch.overlap import Overlap, run_in_parts
 from moe_ops.dispatch.setup import ExpertSetup
 from moe_ops.dispatch.standard import Standard
 from moe_ops.dispatch.tokens import TokenDispatcher
 from moe_ops.dispatch.transport import Transport
 from moe_ops.dispatch.transport_deep_ep import DeepEPTransport
+from moe_ops.dispatch.transport_low_latency import MooncakeTransport, NixlTransport
 from moe_ops.dispatch.transport_torch import TorchTransport
 
 FORMATS: dict[str, type[Dispatcher]] = {
@@ -52,26 +54,34 @@ def create(
     return form(setup, transport)
 
 
-def run(dispatcher: Dispatcher, experts: Experts, hidden_states, topk_weights, topk_ids):
+def run(
+    dispatcher: Dispatcher, experts: Experts, hidden_states, topk_weights, topk_ids, *, overlap: Overlap | None = None
+):
     """One rank's tokens through all ranks' experts: (T, K), or this rank's part of the sum for standard.
 
     Where a format hands over plain tokens, moe::fused_deepgemm takes the place of the three stages between dispatch
-    and combine; the bits are the same.
+    and combine; the bits are the same. overlap: in parts, with the bits of the parts one by one.
     """
-    state = dispatcher.dispatch(hidden_states, topk_weights, topk_ids)
-    if isinstance(dispatcher, TokenDispatcher):
-        out = experts.on_tokens(
-            state.hidden_states,
-            state.topk_weights,
-            state.topk_ids,
-            expert_start=dispatcher.local_experts.start,
-            num_experts=dispatcher.setup.num_experts,
-            routed_scaling_factor=dispatcher.setup.routed_scaling_factor,
-            layout=dispatcher.layout,
-        )
-    else:
-        out = run_stages(dispatcher, experts, state)
-    return dispatcher.combine(out, state)
+    batch = (hidden_states, topk_weights, topk_ids)
+    if overlap is not None:
+        return run_in_parts(dispatcher, experts, _between, overlap, *batch)
+    state = dispatcher.dispatch(*batch)
+    return dispatcher.combine(_between(dispatcher, experts, state), state)
+
+
+def _between(dispatcher: Dispatcher, experts: Experts, state):
+    """From what dispatch returned to what combine takes."""
+    if not isinstance(dispatcher, TokenDispatcher):
+        return run_stages(dispatcher, experts, state)
+    return experts.on_tokens(
+        state.hidden_states,
+        state.topk_weights,
+        state.topk_ids,
+        expert_start=dispatcher.local_experts.start,
+        num_experts=dispatcher.setup.num_experts,
+        routed_scaling_factor=dispatcher.setup.routed_scaling_factor,
+        layout=dispatcher.layout,
+    )
 
 
 def run_stages(dispatcher: Dispatcher, experts: Experts, state):
@@ -87,6 +97,10 @@ __all__ = [
     "ExpertRows",
     "ExpertSetup",
     "Experts",
+    "MooncakeTransport",
+    "NixlTransport",
+    "Overlap",
+    "TokenDispatcher",
     "TorchTransport",
     "Transport",
     "create",

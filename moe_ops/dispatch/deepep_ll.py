@@ -23,7 +23,7 @@ class LowLatencyTokens:
 
 
 class DeepEPLowLatency(Dispatcher):
-    """Mooncake and NIXL send and return the same form; a transport of theirs serves here as it is."""
+    """The form of Mooncake and NIXL too: their transports serve here as they are."""
 
     name = "deepep_ll"
     layouts = ("masked",)

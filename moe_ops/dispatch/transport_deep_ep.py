@@ -1,7 +1,6 @@
 """DeepEPTransport: the forms of transport.py over the deep_ep library's buffers.
 
-The buffers are made by the application, which knows their sizes; nothing is imported here. Mooncake and NIXL have the
-low-latency calls of `Buffer` under the same names: their buffers serve deepep_ll, with the same limit.
+The buffers are made by the application, which knows their sizes; nothing is imported here.
 """
 
 from typing import Any
@@ -43,13 +42,7 @@ class DeepEPTransport:
         Raises:
             ValueError: more than MOST_TOKENS a rank; slabs whose scales TMA could not read; K that leaves scales over.
         """
-        assert setup.max_tokens is not None
-        fix = "The low-latency kernels count no further. Take deepep_normal for larger batches."
-        check.value(setup.max_tokens <= MOST_TOKENS, op, "max_tokens", f"at most {MOST_TOKENS}", setup.max_tokens, fix)
-        check.multiple(op, "ranks * max_tokens", self.size * setup.max_tokens, 4, "Round max_tokens up.")
-        packed = setup.scale_format == "ue8m0" and setup.payload != "bf16"
-        fix = "Scales fill whole words there: pad K, or pass payload='bf16'."
-        check.multiple(op, "K", setup.K, 512 if packed else 128, fix)
+        check_low_latency(op, setup, self.size)
 
     def send_slots(self, batch: Batch, setup: ExpertSetup) -> Slots:
         raise NotImplementedError(_NO_SLOTS)
@@ -61,22 +54,22 @@ class DeepEPTransport:
         fp8, ue8m0 = wire.payload == "fp8", wire.scale_format == "ue8m0"
         received, count, handle, _, _ = _given(self.buffer, "buffer").low_latency_dispatch(
             batch.hidden_states.to(torch.bfloat16),
-            _ids(batch, setup),
+            int64_ids(batch, setup),
             setup.max_tokens,
             setup.num_experts,
             use_fp8=fp8,
             round_scale=fp8 and ue8m0,
             use_ue8m0=fp8 and ue8m0,
         )
-        return Slabs(*_slab_rows(received, wire), count, handle)
+        return Slabs(*slab_rows(received, wire), count, handle)
 
     def return_slabs(self, down: Tensor, batch: Batch, setup: ExpertSetup, handle: Any) -> Tensor:
         weights = batch.topk_weights.float() * setup.routed_scaling_factor  # so that the sum is rounded once
-        out, _, _ = self.buffer.low_latency_combine(down, _ids(batch, setup), weights, handle)
+        out, _, _ = self.buffer.low_latency_combine(down, int64_ids(batch, setup), weights, handle)
         return out.to(batch.dtype)
 
     def send_counted(self, batch: Batch, setup: ExpertSetup, wire: Wire) -> Counted:
-        ids, weights, x = _ids(batch, setup), batch.topk_weights.float().contiguous(), _values(batch, wire)
+        ids, weights, x = int64_ids(batch, setup), batch.topk_weights.float().contiguous(), _values(batch, wire)
         if self.elastic is not None:
             received, ids, weights, handle, _ = self.elastic.dispatch(
                 x, ids, weights, num_experts=setup.num_experts, expert_alignment=BLOCK
@@ -107,7 +100,7 @@ class DeepEPTransport:
     def send_expanded(self, batch: Batch, setup: ExpertSetup, wire: Wire) -> Expanded:
         received, _, weights, handle, _ = _given(self.elastic, "elastic").dispatch(
             _values(batch, wire),
-            _ids(batch, setup),
+            int64_ids(batch, setup),
             batch.topk_weights.float().contiguous(),
             num_experts=setup.num_experts,
             num_max_tokens_per_rank=setup.max_tokens,
@@ -122,11 +115,22 @@ class DeepEPTransport:
         return _scaled(self.elastic.combine(rows, handle[0])[0], setup, handle[1])
 
 
+def check_low_latency(op: str, setup: ExpertSetup, ranks: int) -> None:
+    """See DeepEPTransport.check; the limits of every library with these kernels."""
+    assert setup.max_tokens is not None
+    fix = "The low-latency kernels count no further. Take deepep_normal for larger batches."
+    check.value(setup.max_tokens <= MOST_TOKENS, op, "max_tokens", f"at most {MOST_TOKENS}", setup.max_tokens, fix)
+    check.multiple(op, "ranks * max_tokens", ranks * setup.max_tokens, 4, "Round max_tokens up.")
+    packed = setup.scale_format == "ue8m0" and setup.payload != "bf16"
+    fix = "Scales fill whole words there: pad K, or pass payload='bf16'."
+    check.multiple(op, "K", setup.K, 512 if packed else 128, fix)
+
+
 def _given(buffer: Any, name: str) -> Any:
     return check.given(_OP, name, buffer, "for this format; make it with the deep_ep library")
 
 
-def _ids(batch: Batch, setup: ExpertSetup) -> Tensor:
+def int64_ids(batch: Batch, setup: ExpertSetup) -> Tensor:
     """int64, -1 for every id that is no expert: the kernels look at nothing else."""
     ids = batch.topk_ids.long()
     return torch.where((ids >= 0) & (ids < setup.num_experts), ids, -1)
@@ -151,7 +155,7 @@ def _tokens(received: Any, wire: Wire) -> Tokens:
     return wire.received(x, (scale.view(torch.int32) >> 23).to(torch.uint8) if wire.scale_format == "ue8m0" else scale)
 
 
-def _slab_rows(received: Any, wire: Wire) -> tuple[Tensor, Tensor | None]:
+def slab_rows(received: Any, wire: Wire) -> tuple[Tensor, Tensor | None]:
     """(x, x_scale) as the masked GEMMs read them, which is the library's form where the groups are the recipe's."""
     if wire.payload == "bf16":
         if not wire.recipe.quantised:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moe_ops import check
 from moe_ops import dispatch as formats
-from moe_ops.dispatch import Experts, ExpertSetup, TorchTransport, Transport
+from moe_ops.dispatch import Experts, ExpertSetup, Overlap, TorchTransport, Transport
 from moe_ops.dispatch.transport_torch import filled
 from moe_ops.dispatch.wire import as_bytes, from_bytes
 from moe_ops.parallel.form import ParallelSizes, decide
@@ -42,6 +42,8 @@ class ParallelMoE(nn.Module):
         routed_scaling_factor: multiplies the routed sum, once.
         payload: see ExpertSetup. layout: see dispatch.create. captured: refuses what no graph can hold.
         transport: carries the tokens of an all-to-all; None: TorchTransport on the same ranks.
+        overlap: splits the tokens of an all-to-all, so that experts of one part run beside the journeys of the others;
+            see dispatch.Overlap.
 
     Raises:
         ValueError: sizes, experts and dispatch that do not go together.
@@ -65,6 +67,7 @@ class ParallelMoE(nn.Module):
         layout: str = "auto",
         captured: bool = False,
         transport: Transport | None = None,
+        overlap: Overlap | None = None,
     ):
         super().__init__()
         self.sizes, self.form = sizes, decide(sizes, dispatch, uneven=uneven)
@@ -82,11 +85,15 @@ class ParallelMoE(nn.Module):
         self.uneven, self.max_tokens = uneven and self.form.before == "gather", max_tokens
         fix = "Another batch has other counts: let ranks send max_tokens slots."
         check.value(not (captured and self.uneven), _OP, "uneven", "False for what is captured", True, fix)
+        local = self.form.exchange == "local"
+        fix = "Here no token travels between dispatch and combine."
+        check.value(overlap is None or not local, _OP, "overlap", "None beside local experts", overlap, fix)
+        self.overlap = overlap
         setup = ExpertSetup.of(
             experts.weights,
             ranks=sizes.ep,
             top_k=top_k,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens if overlap is None else overlap.capacity(max_tokens),
             payload=payload,
             routed_scaling_factor=routed_scaling_factor,
         )
@@ -124,7 +131,7 @@ class ParallelMoE(nn.Module):
         return self.experts.weights.pad_hidden(hidden_states), topk_weights.float(), topk_ids.int()
 
     def _experts(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        out = formats.run(self.dispatcher, self.experts, x, topk_weights, topk_ids)
+        out = formats.run(self.dispatcher, self.experts, x, topk_weights, topk_ids, overlap=self.overlap)
         if self.add_early:
             assert self.shared_expert is not None
             cut = self.experts.weights.cut_hidden

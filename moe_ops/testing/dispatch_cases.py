@@ -2,7 +2,7 @@
 process without dispatch computes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -10,8 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ops import dispatch
-from moe_ops.csrc_stubs import deep_ep
-from moe_ops.dispatch import DeepEPTransport, Dispatcher, Experts, ExpertSetup, TorchTransport
+from moe_ops.csrc_stubs import deep_ep, mooncake_ep, nixl_ep
+from moe_ops.dispatch import (
+    DeepEPTransport,
+    Dispatcher,
+    Experts,
+    ExpertSetup,
+    MooncakeTransport,
+    NixlTransport,
+    TorchTransport,
+    Transport,
+)
 from moe_ops.parallel.weights import split_experts
 from moe_ops.prep import MoEWeights
 from moe_ops.recipes import get_recipe
@@ -46,7 +55,7 @@ class DispatchCase:
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
     buffer: str | None = None
-    """A buffer of deep_ep's stand-in as transport: buffer or elastic. None: TorchTransport."""
+    """A library's stand-in as transport: deep_ep's buffer or elastic, mooncake, nixl. None: TorchTransport."""
     attributes: dict = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -86,7 +95,7 @@ class DispatchCase:
 
     def dispatcher(self, weights: MoEWeights, group: dist.ProcessGroup, **more) -> Dispatcher:
         """This rank's end; `weights` are its own experts."""
-        transport = TorchTransport(group) if self.buffer is None else self._deep_ep(group)
+        transport = TorchTransport(group) if self.buffer is None else self._library(group)
         setup = ExpertSetup.of(
             weights,
             ranks=self.ranks,
@@ -97,7 +106,14 @@ class DispatchCase:
         )
         return dispatch.create(self.format, setup, transport, layout=self.layout, **more)
 
-    def _deep_ep(self, group: dist.ProcessGroup) -> DeepEPTransport:
+    def _library(self, group: dist.ProcessGroup) -> Transport:
+        if self.buffer == "mooncake":
+            return MooncakeTransport(mooncake_ep.Buffer(group))
+        if self.buffer == "nixl":
+            nixl = nixl_ep.Buffer(dist.get_rank(group), group)
+            nixl.update_memory_buffers(self.ranks, self.E // self.ranks)
+            nixl.connect_ranks(list(range(self.ranks)))
+            return NixlTransport(nixl)
         if self.buffer == "elastic":
             elastic = deep_ep.ElasticBuffer(
                 group, num_max_tokens_per_rank=self.max_tokens, hidden=self.K, num_topk=self.top_k
@@ -164,6 +180,21 @@ class DispatchCase:
 def run_case(group: dist.ProcessGroup, case: DispatchCase, **more) -> Tensor:
     """For RankPool.run: one rank of a case."""
     return case.run(group, **more)
+
+
+def run_overlapped(group: dist.ProcessGroup, case: DispatchCase, parts: int) -> tuple[Tensor, Tensor]:
+    """For RankPool.run: one rank's result of the parts one by one, and overlapped."""
+    rank = dist.get_rank(group)
+    inputs, weights = case.build()
+    experts = Experts(split_experts(weights, rank, case.ranks), **case.attributes)
+    overlap = dispatch.Overlap(parts)
+    part = replace(case, max_tokens=overlap.capacity(case.max_tokens)).dispatcher(experts.weights, group)
+    batch = case.own(inputs, rank)
+    each = -(-len(batch[0]) // parts)
+    pieces = [[t[i * each : (i + 1) * each] for t in batch] for i in range(parts)]
+    return torch.cat([dispatch.run(part, experts, *piece) for piece in pieces]), dispatch.run(
+        part, experts, *batch, overlap=overlap
+    )
 
 
 def run_counted(group: dist.ProcessGroup, case: DispatchCase) -> int:

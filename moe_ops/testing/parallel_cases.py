@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ops.dispatch import Experts
+from moe_ops.dispatch import Experts, Overlap
 from moe_ops.parallel import ParallelGroups, ParallelMoE, ParallelSizes, decide, split_experts, split_intermediate
 from moe_ops.prep import prepare_weights
 from moe_ops.testing.cases import LayerCase
@@ -177,3 +177,8 @@ def run_parallel_compiled(group: dist.ProcessGroup, case: ParallelCase, backend:
         batch = [t[: len(x) - drop].clone() for t in (x, token_ids)]  # views are guarded by what they are views of
         same.append(torch.equal(compiled(*batch), layer(*batch)))
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], same
+
+
+def run_parallel_overlapped(group: dist.ProcessGroup, case: ParallelCase) -> Tensor:
+    """For RankPool.run: one rank of a case, in two overlapped parts."""
+    return case.rank_layer(group, overlap=Overlap())(*case.own(group))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from moe_ops.dispatch import Overlap
 from moe_ops.parallel import ParallelGroups, ParallelMoE, ParallelSizes
 from moe_ops.testing.parallel_cases import ParallelCase
 
@@ -61,6 +62,11 @@ def refusals(group: dist.ProcessGroup) -> list[tuple[str, str, str, str]]:
             "counts for slots",
             lambda: call(tokens=[3, 3]),
             "tokens must be given to an uneven layer that gathers, and to no other",
+        ),
+        (
+            "overlap without a journey",
+            lambda: ParallelCase(_DP, "standard", (3, 3)).rank_layer(group, overlap=Overlap()),
+            "overlap must be None beside local experts",
         ),
         ("no counts", lambda: call(uneven=True), "tokens must be given to an uneven layer"),
         (

@@ -1,11 +1,11 @@
-"""Calls that deep_ep refuses, made to its stand-in."""
+"""Calls that deep_ep, mooncake and nixl refuse, made to their stand-ins."""
 
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from moe_ops.csrc_stubs import deep_ep
+from moe_ops.csrc_stubs import deep_ep, mooncake_ep, nixl_ep
 
 
 def stub_refusals(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:
@@ -56,4 +56,26 @@ def stub_refusals(group: dist.ProcessGroup) -> list[tuple[str, str, str]]:
             rows.append((name, "nothing was raised", words))
         except AssertionError as error:
             rows.append((name, str(error), words))
+    return rows
+
+
+def low_latency_refusals(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """(what was raised, words that it should hold) of each."""
+    nixl, mooncake = nixl_ep.Buffer(0, group), mooncake_ep.Buffer(group)
+    x, ids = torch.zeros(3, 512).bfloat16(), torch.zeros(3, 2, dtype=torch.int64)
+    on = torch.ones(1, dtype=torch.int32)
+    calls: list[tuple[Callable, str]] = [
+        (lambda: nixl.dispatch(x, ids, 8, 4), "ranks are connected before"),
+        (lambda: mooncake.dispatch(x, ids, on.long(), 8, 4, -1), "active_ranks is (1,) int32"),
+        (lambda: mooncake.dispatch(x, ids, on, 8, 4, 0), "timeout_us is positive or -1"),
+        (lambda: mooncake.dispatch(x, ids, on, 6, 4, -1), "a multiple of 4"),
+        (lambda: mooncake.dispatch(x, ids, on, 1028, 4, -1), "num_tokens <= max <= 1024"),
+        (lambda: mooncake.dispatch(x, ids.repeat(1, 17), on, 8, 4, -1), "top_k <="),
+    ]
+    rows = []
+    for call, words in calls:
+        try:
+            rows.append((str(call()), words))
+        except AssertionError as error:
+            rows.append((str(error), words))
     return rows

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 tests/gpu/dispatch_contract.py            # NCCL, a card each; without cards, gloo
     torchrun --nproc-per-node 4 tests/gpu/dispatch_contract.py --tokens 128 --K 7168 --I 2048 --experts 256
+    torchrun --nproc-per-node 2 tests/gpu/dispatch_contract.py --overlap 2    # dispatch.Overlap, so many parts
 
 Each rank brings another number of tokens, rank 1 none. Prints a line a format and recipe; exits with 1 if one differs.
 """
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import moe_ops
 from moe_ops import dispatch
 from moe_ops.arch import runs
-from moe_ops.dispatch import FORMATS, Experts, ExpertSetup, TorchTransport
+from moe_ops.dispatch import FORMATS, Experts, ExpertSetup, Overlap, TorchTransport
 from moe_ops.parallel import failing_together, split_experts
 from moe_ops.recipes import RECIPES
 from moe_ops.testing import relative_error
@@ -29,6 +30,7 @@ def arguments() -> argparse.Namespace:
     sizes = dict(tokens=16, K=512, I=256, experts=32, top_k=4, repeats=5)
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--overlap", type=int, default=0, help="parts of the tokens, overlapped; 0: in one piece")
     return parser.parse_args()
 
 
@@ -48,7 +50,10 @@ def milliseconds(call, device: torch.device, repeats: int) -> float:
 
 
 def main() -> int:
-    given, rank, world = arguments(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    given = arguments()
+    overlap = Overlap(given.overlap) if given.overlap else None
+    capacity = given.tokens if overlap is None else overlap.capacity(given.tokens)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -73,12 +78,12 @@ def main() -> int:
             want = Experts(whole).on_tokens(x, weights, ids, routed_scaling_factor=2.5)
             for name in (name for name, form in FORMATS.items() if form.reduces):
                 setup = ExpertSetup.of(
-                    own.weights, ranks=world, top_k=given.top_k, max_tokens=given.tokens, routed_scaling_factor=2.5
+                    own.weights, ranks=world, top_k=given.top_k, max_tokens=capacity, routed_scaling_factor=2.5
                 )
                 here = dispatch.create(name, setup, TorchTransport())
 
                 def layer(here=here, own=own, batch=(x, weights, ids)):
-                    return dispatch.run(here, own, *batch)
+                    return dispatch.run(here, own, *batch, overlap=overlap)
 
                 error = torch.tensor(relative_error(layer(), want), device=device)
                 dist.all_reduce(error, dist.ReduceOp.MAX)
