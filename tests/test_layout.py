@@ -55,7 +55,7 @@ LAYERS = [
     {"parallel"},
     {"integrations"},
     {"csrc_stubs", "testing", "schemas"},
-    {"bench", "doctor", "verify"},
+    {"bench", "doctor", "verify", "simulate"},
     {"cli"},
 ]
 

@@ -1,12 +1,14 @@
 """PreparedExperts: what moe_ops keeps in an experts module of transformers, and the call it makes with it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
+from moe_ops.arena import Workspace
 from moe_ops.integrations.modules import OP, ExpertsModule
 from moe_ops.integrations.through_gate import through_gate
 from moe_ops.prep.report import Padding, PrepReport
@@ -26,6 +28,8 @@ class Call:
     formula: tuple[tuple[str, str], ...] | None
     """Arguments of fused_deepgemm; None: functions of the model run between the stages. As text: Dynamo takes text for
     constants, but would trace a float as a variable and compile the graph twice."""
+    weight_format: str = "natural"
+    """How the weights are stored: weight_format.FORMATS."""
     own: tuple[tuple[str, str], ...] = ()
     """(argument, attribute) of the module's own tensors where the ops read those; empty for prepared ones."""
 
@@ -48,6 +52,7 @@ class PreparedExperts(nn.Module):
     def __init__(self, call: Call, tensors: dict[str, Tensor | None], report: PrepReport | None):
         super().__init__()
         self.call, self.names, self.report = call, tuple(tensors), report
+        self.workspace: Workspace | None = None
         for name, tensor in tensors.items():
             if tensor is None:  # not a buffer: torch.export counts buffers that are None, and miscounts
                 setattr(self, name, None)
@@ -59,6 +64,13 @@ class PreparedExperts(nn.Module):
         if self.call.own:
             return {argument: getattr(module, attribute, None) for argument, attribute in self.call.own}
         return {name: getattr(self, name) for name in self.names}
+
+    def memory(self) -> dict[str, Any]:
+        """What fused_deepgemm is told of storage, where it is not the default: Dynamo guards each argument."""
+        told: dict[str, Any] = {} if self.workspace is None else dict(workspace=self.workspace.arena)
+        if self.call.weight_format != "natural":
+            told["weight_format"] = self.call.weight_format
+        return told
 
     def extra_repr(self) -> str:
         gate = self.call.formula and ", ".join(f"{name}={value}" for name, value in self.call.formula)
@@ -113,6 +125,6 @@ def run(module: ExpertsModule, hidden_states: Tensor, topk_ids: Tensor, topk_wei
     if call.formula is None:
         out = through_gate(module, call, tensors, x, topk_ids, topk_weights)
     else:
-        given = dict(**tensors, recipe=call.recipe, **call.arguments())
+        given = dict(**tensors, recipe=call.recipe, **call.arguments(), **child.memory())
         out = torch.ops.moe.fused_deepgemm(x, topk_weights, topk_ids, **given)
     return out[:, :K] if call.padding.K else out

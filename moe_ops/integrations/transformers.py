@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import check
+from moe_ops.arena import Workspace
 from moe_ops.checkpoints.progress import track
 from moe_ops.integrations.experts import CHILD, run
 from moe_ops.integrations.modules import OP, ExpertsModule, is_experts
 from moe_ops.integrations.preparation import prepare_experts
+from moe_ops.integrations.sharing import share
 from moe_ops.prep.report import PrepReport
 
 try:
@@ -66,6 +68,8 @@ def prepare(
     *,
     scale_format: str | None = None,
     on_inexact: str = "raise",
+    repack: bool = False,
+    fp8_copy: bool = True,
     progress: bool = True,
 ) -> dict[str, PrepReport | None]:
     """Prepares the experts of every layer and makes the model use them. One layer at a time: beside the model, memory
@@ -80,6 +84,8 @@ def prepare(
         recipe, scale_format: as in moe_ops.prepare_weights. None: the checkpoint's own kind (float: bf16; fp8 blocks:
             fp8_block; MXFP4: mxfp4, but fp8_block on Hopper), in the scale format that the device's GEMMs read.
         on_inexact: for MXFP4 as fp8 blocks, raise or warn if a 128 x 128 tile cannot be held exactly.
+        repack: as moe_ops.repack_weights does: MXFP4 in the order that Hopper's kernels expand. recipe is then mxfp4.
+        fp8_copy: with repack, keep the same values as fp8 blocks too, for calls with many rows an expert.
         progress: show a bar, if stderr is a terminal and rich is installed.
 
     Returns:
@@ -97,11 +103,31 @@ def prepare(
     switch = getattr(model, "set_experts_implementation", None)
     if switch is not None:
         switch(NAME)
-    wanted = dict(recipe=recipe, scale_format=scale_format, on_inexact=on_inexact)
+    wanted = dict(recipe=recipe, scale_format=scale_format, on_inexact=on_inexact, repack=repack, fp8_copy=fp8_copy)
     reports = {}
     for name, module in track(found.items(), len(found), "experts", progress):
         reports[name] = _prepare(module, name, **wanted)
     return reports
+
+
+def share_workspace(model: nn.Module, max_tokens: int, *, top_k: int | None = None) -> Workspace:
+    """One workspace for all layers of a prepared model, in place of one for each call: the plan of its largest layer.
+
+    Experts that run functions of the model between the stages are left as they are.
+
+    Args:
+        model: a transformers model after prepare(model).
+        max_tokens: the most tokens of one forward, the whole batch's prompts together. More are refused in words;
+            Workspace.grow makes room.
+        top_k: routes of a token. None: as the configuration says.
+
+    Returns:
+        The workspace. Its arena is no part of a state dict and moves with the model.
+
+    Raises:
+        ValueError: the model is not prepared, lies on several devices, or does not say its top_k.
+    """
+    return share({name: module for name, module in model.named_modules() if is_experts(module)}, max_tokens, top_k)
 
 
 def _prepare(module: ExpertsModule, name: str, **wanted) -> PrepReport | None:

@@ -14,7 +14,7 @@ from moe_ops.plan_text import table
 from moe_ops.recipes import RECIPES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU prints")
-COMMANDS = ("doctor", "plan", "demo", "bench", "warmup", "convert", "trace", "verify")
+COMMANDS = ("doctor", "plan", "demo", "bench", "warmup", "convert", "trace", "simulate", "verify")
 SMALL = ["-E", "8", "-K", "256", "-I", "128", "--top-k", "2"]
 
 
@@ -175,6 +175,16 @@ def test_bench_forwards_its_arguments(monkeypatch):
     invoke("bench", "--shape", "tiny", "--quick", code=1)
     invoke("bench", "--", "--recipe", "bf16", code=1)
     assert seen == [["--shape", "tiny", "--quick"], ["--recipe", "bf16"]]
+
+
+def test_bench_decode_forwards_its_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setattr("moe_ops.bench.decode.main", lambda arguments: seen.append(arguments) or 1)
+    invoke("bench", "decode", code=1)
+    invoke("bench", "decode", "--small", "--batch", "2", code=1)
+    invoke("bench", "decode", "--", "--small", code=1)
+    invoke("bench", "--", "decode", "--small", code=1)
+    assert seen == [[], ["--small", "--batch", "2"], ["--small"], ["--small"]]
 
 
 def test_bench_refuses_what_it_does_not_know():
