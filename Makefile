@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 WORKERS ?= 2
 
-.PHONY: demo test test-gpu lint bench stubs clean setup
+.PHONY: demo test test-gpu lint docs bench stubs clean setup
 
 setup: $(VENV)/.ready
 
@@ -24,11 +24,19 @@ test: setup
 test-gpu: setup
 	$(PY) -m pytest -m gpu
 
-lint: setup
+lint: setup docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	rm -rf build/typed && $(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	$(VENV)/bin/pyright
+
+# In the same environment: the page of the command comes from the command itself. --quiet would hide warnings from --strict.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	touch $@
 
 bench: setup
 	$(PY) -m moe_ops.bench
@@ -37,4 +45,4 @@ stubs: setup
 	$(PY) -m moe_ops.schemas > csrc_stubs/schemas.h
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,6 +2,10 @@
 
 Scores held-back text against the eager bf16 model, counts the compiled graphs, decodes byte by
 byte, and prints the buffer plan of one layer. Exits with a sentence if a check fails.
+
+    python examples/01_tiny_moe_lm.py
+
+Runs on a CPU in about a minute, and stays there: its layers are too small for a card. 02 and 03 take real sizes on one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python examples/03_decode_graphs.py
 
-On a CPU the same lines run without graphs. Every step is compared with the plain model.
+On a CPU the same lines run without graphs, in seconds. With a CUDA card they run there, captured, in the sizes of
+Qwen3-30B-A3B's layers: nothing to change. Every step is compared with the plain model.
 """
 
 import torch
