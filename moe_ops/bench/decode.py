@@ -10,8 +10,8 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ from moe_ops.bench.layer import one_line
 from moe_ops.bench.peers.transformers_deepgemm import TransformersDeepGemm
 from moe_ops.bench.peers.transformers_grouped_mm import TransformersGroupedMM
 from moe_ops.bench.report import Report
-from moe_ops.bench.timing import QUICK, Effort, recorded
+from moe_ops.bench.timing import QUICK, Effort, Graph, Times, recorded
 from moe_ops.prep import MoEWeights
 from moe_ops.recipes import get_recipe
+from moe_ops.reference.moe import moe as judge
 from moe_ops.testing import decode_weight, relative_error
 from moe_ops.testing.stacks import router_of
 
@@ -51,7 +52,7 @@ class Row:
     mode: str
     batch: int
     us: float
-    """Of one step: median."""
+    """Of one step: wall time of a loop of steps, launches included; median."""
     tokens_per_s: float
     weights_mib: float
     """Parameters and buffers of the model: weights, KV cache, arena."""
@@ -73,12 +74,13 @@ def measure(sizes: Sizes, batches: tuple[int, ...], effort: Effort, say: Callabl
     failures: list[str] = []
     for recipe, peers in _BY_RECIPE.items():
         weights = [layer_weights(sizes.shape, recipe, device) for _ in range(sizes.layers)]
+        judged = _Judged(sizes, weights[0], device)
         for experts in ("moe_ops", *peers):
             for mode in modes if experts == "moe_ops" else ("compiled",):
                 for batch in batches:
                     name = f"{experts} {recipe} {mode} batch {batch}"
                     try:
-                        row = _row(sizes, experts, recipe, weights, mode, batch, device, effort)
+                        row = _row(sizes, experts, recipe, weights, judged, mode, batch, device, effort)
                     except Exception as error:  # another library, a compiler or the driver may raise anything
                         (failures if experts == "moe_ops" else missing).append(f"{name}: {one_line(error)}")
                         say(f"{name}: {one_line(error)}")
@@ -97,6 +99,7 @@ def _row(
     experts: str,
     recipe: str,
     weights: list[MoEWeights],
+    judged: "_Judged",
     mode: str,
     batch: int,
     device: torch.device,
@@ -106,7 +109,7 @@ def _row(
     model = Decoder(sizes, batch, moes, device).requires_grad_(False)
     if experts == "moe_ops":
         moe_ops.share_workspace(model, max_tokens=max(batch, _CHECKED))
-    error = _checked(moes[0], sizes, recipe, weights[0], device)
+    error = judged.error(moes[0])
     generator = torch.Generator(device).manual_seed(batch)
     x = torch.randn(batch, sizes.shape.K, dtype=torch.bfloat16, device=device, generator=generator)
     place = torch.full((1,), sizes.context - 1, device=device)
@@ -135,26 +138,26 @@ def _timed(run: Callable[[], Tensor], mode: str, device: torch.device):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     for _ in range(3):  # compiles; reduce-overhead warms up and records
-        run()
-    timed = recorded(run, device) if mode == "graph" or not cuda else Steps(run)
+        result = run()
     if not cuda:
-        return None, timed
+        return None, recorded(run, device)
+    if mode == "graph":
+        graph = Graph(run)
+        timed = Steps(graph.replay, graph.result)
+    else:
+        timed = Steps(run, result)
     torch.cuda.synchronize()
     return (torch.cuda.memory_stats()["requested_bytes.all.peak"] - before) / _MIB, timed
 
 
 class Steps:
-    """Calls from Python, one after another as a decoding loop makes them: wall time, launches included."""
+    """Steps one after another as a decoding loop makes them: wall time, launches included."""
 
-    def __init__(self, run: Callable[[], Tensor]):
+    def __init__(self, run: Callable[[], object], result: Tensor):
         self._run = run
-        self.result = run().clone()
+        self.result = result
 
-    def times(self, effort: Effort):
-        from time import perf_counter
-
-        from moe_ops.bench.timing import Times
-
+    def times(self, effort: Effort) -> Times:
         readings: list[float] = []
         start = perf_counter()
         while len(readings) < effort.least or perf_counter() - start < effort.warm_up:
@@ -179,31 +182,36 @@ def _moe(experts: str, sizes: Sizes, weights: MoEWeights, seed: int, device: tor
     return TorchRouted(router, shape.top_k, peer.function(), peer.module())
 
 
-def _checked(moe: nn.Module, sizes: Sizes, recipe: str, weights: MoEWeights, device: torch.device) -> float:
-    """Relative error of one MoE against the judge, on a few tokens.
+class _Judged:
+    """What the judge, a double loop, says of the first layer's MoE for a few tokens."""
 
-    Raises:
-        AssertionError: it is above what the recipe allows.
-    """
-    from moe_ops.reference.moe import moe as judge
+    def __init__(self, sizes: Sizes, weights: MoEWeights, device: torch.device):
+        shape = sizes.shape
+        self._row = get_recipe("bench", weights.recipe)
+        generator = torch.Generator(device).manual_seed(7)
+        self._x = torch.randn(_CHECKED, shape.K, dtype=torch.bfloat16, device=device, generator=generator)
+        logits = torch.nn.functional.linear(self._x, router_of(shape.E, shape.K, device, 0))
+        topk_weights, topk_ids = torch.ops.moe.topk(logits, shape.top_k)
+        used = topk_ids.unique().long()  # the others need not be decoded
 
-    row, shape = get_recipe("bench", recipe), sizes.shape
-    generator = torch.Generator(device).manual_seed(7)
-    x = torch.randn(_CHECKED, shape.K, dtype=torch.bfloat16, device=device, generator=generator)
-    with torch.inference_mode():
-        got = moe(x).cpu()
-        router: Any = moe.router if isinstance(moe, TorchRouted) else moe.router_weight
-        routes = torch.ops.moe.topk(torch.nn.functional.linear(x, router), shape.top_k)
-        scales = (None if scale is None else scale.cpu() for scale in (weights.w13_scale, weights.w2_scale))
-        w13, w2 = (
-            decode_weight(w.cpu(), scale, row) for w, scale in zip((weights.w13, weights.w2), scales, strict=True)
-        )
-        topk_weights, topk_ids = (route.cpu() for route in routes)
-        want = judge(x.cpu(), topk_weights, topk_ids, w13, w2)
-    error = relative_error(got, want)
-    if not error <= row.max_diff:
-        raise AssertionError(f"error {error:.3f} of the MoE above {row.max_diff}")
-    return error
+        def values(w: Tensor, scale: Tensor | None) -> Tensor:
+            return decode_weight(w[used].cpu(), None if scale is None else scale[used].cpu(), self._row)
+
+        w13, w2 = values(weights.w13, weights.w13_scale), values(weights.w2, weights.w2_scale)
+        local = torch.searchsorted(used, topk_ids.long()).int().cpu()
+        self._want = judge(self._x.cpu(), topk_weights.cpu(), local, w13, w2)
+
+    def error(self, moe: nn.Module) -> float:
+        """Relative error of such an MoE.
+
+        Raises:
+            AssertionError: it is above what the recipe allows.
+        """
+        with torch.inference_mode():
+            error = relative_error(moe(self._x).cpu(), self._want)
+        if not error <= self._row.max_diff:
+            raise AssertionError(f"error {error:.3f} of the MoE above {self._row.max_diff}")
+        return error
 
 
 def _clean() -> None:

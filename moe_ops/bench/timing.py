@@ -56,6 +56,7 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self.result = run()
+        self.replay = self._graph.replay
 
     def times(self, effort: Effort) -> Times:
         """Weights and activations are where the replay before left them."""

@@ -136,7 +136,9 @@ def _compare_bits(case, arguments, got, want) -> None:
 
 
 def _close(case: KernelCase, got: Tensor, want: Tensor, bound: float = CLOSE) -> None:
-    """NaN where the reference has it, and close elsewhere."""
+    """NaN where the reference has it, and close elsewhere. A few values may differ by a step of bf16: the bound is for
+    the norm of many."""
+    bound = max(bound, 2**-7) if got.numel() < 16 and got.dtype == torch.bfloat16 else bound
     assert torch.equal(got.isnan(), want.isnan()), f"{case}: NaN in other places"
     error = relative_error(got.double().nan_to_num(), want.double().nan_to_num())
     assert error <= bound, f"{case}: relative error {error:.2e} above {bound}"

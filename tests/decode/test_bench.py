@@ -17,8 +17,12 @@ def weights():
     return [layer_weights(SMALL.shape, "bf16", CPU) for _ in range(SMALL.layers)]
 
 
+def judged(weights):
+    return decode._Judged(SMALL, weights[0], CPU)
+
+
 def test_bench_decode_times_a_step(weights):
-    row = decode._row(SMALL, "moe_ops", "bf16", weights, "eager", 2, CPU, ONCE)
+    row = decode._row(SMALL, "moe_ops", "bf16", weights, judged(weights), "eager", 2, CPU, ONCE)
     assert row.tokens_per_s == pytest.approx(2e6 / row.us)
     assert 0 < row.error <= 1e-2 and row.peak_mib is None
 
@@ -26,9 +30,9 @@ def test_bench_decode_times_a_step(weights):
 def test_bench_decode_does_not_time_a_wrong_layer(weights, monkeypatch):
     monkeypatch.setattr("moe_ops.MoELayer.forward", lambda self, x: x)
     with pytest.raises(AssertionError, match="error .* of the MoE above"):
-        decode._row(SMALL, "moe_ops", "bf16", weights, "eager", 2, CPU, ONCE)
+        decode._row(SMALL, "moe_ops", "bf16", weights, judged(weights), "eager", 2, CPU, ONCE)
 
 
 def test_bench_decode_says_why_a_peer_does_not_run(weights):
     with pytest.raises(RuntimeError, match="deep_gemm needs a CUDA card"):
-        decode._row(SMALL, "deepgemm", "fp8_block", weights, "compiled", 2, CPU, ONCE)
+        decode._row(SMALL, "deepgemm", "fp8_block", weights, judged(weights), "compiled", 2, CPU, ONCE)

@@ -14,7 +14,7 @@ import torch
 
 import moe_ops
 from moe_ops.testing.kernel_cases import CASES, LARGE
-from moe_ops.testing.kernel_check import check_kernel, run
+from moe_ops.testing.kernel_check import check_kernel, moved, run
 
 pytestmark = pytest.mark.gpu
 
@@ -46,9 +46,7 @@ def test_topk_masks_what_the_reference_refuses():
 @pytest.mark.parametrize("case", [case for case in LARGE if case.op == "grouped_gemm_masked"][:4], ids=str)
 def test_the_hint_changes_no_value(case):
     """expected_m picks the tile; whichever it is, a product is the same up to the order of its sum."""
-    arguments = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in case.build().items()
-    }
+    arguments = {name: moved(value, "cuda") for name, value in case.build().items()}
     live = torch.arange(arguments["x"].shape[1], device="cuda") < arguments["masked_m"][:, None]
     results = [run(case.op, arguments | dict(expected_m=hint), "triton").views[0][live] for hint in (1, 20, 50, 999)]
     for other in results[1:]:
@@ -58,9 +56,7 @@ def test_the_hint_changes_no_value(case):
 @pytest.mark.unpoisoned("a wait inside the fill would be blamed on the kernel")
 @pytest.mark.parametrize("case", [case for case in LARGE if "uniform" in case.name or case.op == "topk"][::3], ids=str)
 def test_kernels_never_wait_for_the_card(case):
-    arguments = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in case.build().items()
-    }
+    arguments = {name: moved(value, "cuda") for name, value in case.build().items()}
     run(case.op, arguments, "triton")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

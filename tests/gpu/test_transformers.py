@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers (pip install 'fused-moe-ops[hf]')")
 
-from moe_ops.integrations.transformers import prepare  # noqa: E402
+from moe_ops.integrations.transformers import prepare, share_workspace  # noqa: E402
 from moe_ops.recipes import RECIPES  # noqa: E402
 from moe_ops.testing import relative_error  # noqa: E402
 from moe_ops.testing.small_models import small_model  # noqa: E402
@@ -17,17 +17,20 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [None, "fp8_block"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_transformers_generates_with_a_static_cache(family, recipe):
-    """generate() compiles decoding with CUDA graphs here; every replay gives the tokens of the uncompiled model."""
+    """generate() compiles decoding with CUDA graphs here; every replay gives the logits of the uncompiled model."""
     model = small_model(family, dtype=torch.bfloat16).cuda()
     prepare(model, recipe, progress=False)
     prompt = torch.randint(2, 64, (2, 9)).cuda()
-    want = model.generate(prompt, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    best, second = torch.stack(want.logits, 1).float().topk(2).values.unbind(-1)
-    clear = (best - second > 0.3).long().cumprod(1).sum(1).tolist()  # logits; Inductor rounds elsewhere than eager
-    for _ in range(2):
-        got = model.generate(prompt, max_new_tokens=12, do_sample=False, cache_implementation="static")
-        for row, new in enumerate(clear):
-            assert got[row, : 9 + new].tolist() == want.sequences[row, : 9 + new].tolist()
+    ask = dict(max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    want = model.generate(prompt, **ask)
+    first, again = (model.generate(prompt, cache_implementation="static", **ask) for _ in range(2))
+    assert torch.equal(first.sequences, again.sequences)
+    for row in range(len(prompt)):
+        same = (first.sequences[row] == want.sequences[row])[prompt.shape[1] :].long().cumprod(0).sum()
+        steps = min(int(same) + 1, 12)  # where the same tokens came before
+        logits = (torch.stack([step[row] for step in out.logits[:steps]]) for out in (first, want))
+        # Inductor rounds elsewhere than eager, and a route that flips in a model so small is a good part of its logits.
+        assert relative_error(*logits) < 0.3, (row, steps)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -45,3 +48,20 @@ def test_transformers_cuda_matches_cpu(recipe, activation):
         with torch.no_grad():
             outputs.append(experts(x, ids, torch.full((33, 2), 0.5, device=device)).cpu())
     assert relative_error(outputs[1], outputs[0]) < RECIPES[recipe].max_diff
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "repacked mxfp4"])
+def test_transformers_layers_share_one_workspace(recipe):
+    """The logits of layers that allocate, at a length for each way to lay rows out."""
+    repack = recipe.startswith("repacked")
+    models = [small_model("qwen3_moe", dtype=torch.bfloat16).cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        prepare(model, None if repack else recipe, repack=repack, progress=False)
+    workspace = share_workspace(models[0], max_tokens=1024)
+    with torch.no_grad():
+        for length in (1, 16, 512):
+            ids = torch.randint(2, 64, (2, length)).cuda()
+            shared, alone = (model(ids, use_cache=False).logits for model in models)
+            assert torch.equal(shared, alone)
+    assert workspace.outgrown_bytes == 0
