@@ -38,9 +38,10 @@ MODES = ("eager", "compiled", "graph")
 _BY_RECIPE = {peer.recipe: [name] for name, peer in PEERS.items()}
 _MIB = 2**20
 _CHECKED = 4  # tokens that the judge, a double loop, computes
-_SAME = 5e-2
-"""Relative error of a compiled or captured model against itself run eagerly: Inductor rounds at other places, and a
-route that flips in one layer goes on to the next."""
+_SAME = 0.3
+"""Relative error of a compiled or captured model against itself run eagerly. Inductor rounds at other places, and a
+route that flips in one layer goes on to the next: on an H200 the eight layers read 0.07 to 0.12, with others' experts
+too. A replay that computed something else reads 1 and more."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ def _timed(run: Callable[[], Tensor], mode: str, device: torch.device):
         return None, recorded(run, device)
     if mode == "graph":
         graph = Graph(run)
+        graph.replay()  # a capture computes nothing
         timed = Steps(graph.replay, graph.result)
     else:
         timed = Steps(run, result)

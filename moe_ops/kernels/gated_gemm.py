@@ -10,20 +10,26 @@ gate, the product and the quantisation happen in registers and 4 I bytes a row n
   column k alone, so the loop loads nothing but weights.
 """
 
-import importlib
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.arch import arch_of
-from moe_ops.kernels import pipelined
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
-from moe_ops.kernels.numeric import divided, exponent_value, finite_magnitude, group_scale, to_e4m3
+from moe_ops.kernels import pipelined, w4a8
+from moe_ops.kernels.gathered_parts import (
+    kind_of,
+    row_operand,
+    scale_and_stride,
+    step_scale,
+    store_group,
+    walk,
+    weight_scale,
+)
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, pdl
 from moe_ops.kernels.silu_and_quant import formula_of, gated
-from moe_ops.recipes import Recipe, get_recipe
+from moe_ops.recipes import get_recipe
 from moe_ops.weight_format import FORMATS
 
 _COLUMNS = tl.constexpr(128)  # gate columns of a program: one group of the activation
@@ -88,52 +94,6 @@ def gated_tile(arch: str, kind: str, block_m: int) -> GatedTile:
     return GATED_TILES["sm90" if arch == "cpu" else arch][kind][block_m]
 
 
-# The row tile and the column block of a program: GROUP row tiles, then the next columns.
-@triton.jit
-def walk(tiles, columns, GROUP: tl.constexpr):
-    above = tl.program_id(0) // (GROUP * columns) * GROUP
-    height = tl.minimum(tiles - above, GROUP)
-    inside = tl.program_id(0) % (GROUP * columns)
-    return above + inside % height, inside // height
-
-
-# Scales of `index` rows in step `step` of 128 columns, as float32: stored so, or byte step % 4 of word step // 4.
-@triton.jit
-def step_scale(scale_ptr, stride_sg, index, step, PACKED: tl.constexpr):
-    if PACKED:
-        word = tl.load(scale_ptr + step // 4 * stride_sg + index)
-        return exponent_value((word >> (step % 4 * 8)) & 0xFF)
-    else:
-        return tl.load(scale_ptr + step * stride_sg + index)
-
-
-# One group of the activation, quantised along AXIS, with its scale of every row stored MN-major. The program of the
-# last group also zeroes the bytes behind it.
-@triton.jit
-def store_group(
-    act_ptr, scale_ptr, stride_sg, act, row, live, block, blocks, I,
-    AXIS: tl.constexpr, QUANTISED: tl.constexpr, UE8M0: tl.constexpr,
-):  # fmt: skip
-    column = block * _COLUMNS + tl.arange(0, _COLUMNS)
-    ptrs = act_ptr + tl.expand_dims(row.to(tl.int64) * I, AXIS) + tl.expand_dims(column, 1 - AXIS)
-    mask = tl.expand_dims(live, AXIS)
-    if QUANTISED:
-        scale, byte = group_scale(tl.max(finite_magnitude(act), AXIS), False, UE8M0)
-        q = to_e4m3(divided(act, tl.expand_dims(scale, AXIS), tl.expand_dims(byte, AXIS), UE8M0))
-        tl.store(ptrs, q, mask=mask)
-        if UE8M0:
-            bytes_ptr = scale_ptr.to(tl.pointer_type(tl.uint8))
-            word_ptrs = bytes_ptr + 4 * (block // 4 * tl.cast(stride_sg, tl.int64) + row)
-            tl.store(word_ptrs + block % 4, byte.to(tl.uint8), mask=live)
-            if block == blocks - 1:
-                for missing in range(block + 1, tl.cdiv(blocks, 4) * 4):
-                    tl.store(word_ptrs + missing % 4, tl.zeros_like(byte).to(tl.uint8), mask=live)
-        else:
-            tl.store(scale_ptr + block * tl.cast(stride_sg, tl.int64) + row, scale, mask=live)
-    else:
-        tl.store(ptrs, act.to(act_ptr.dtype.element_ty), mask=mask)
-
-
 # BLOCK_M rows, a part of a row tile, times 128 gate and 128 up columns of its expert.
 # Grid (row tiles * PARTS * column blocks,).
 @triton.jit
@@ -154,7 +114,7 @@ def _gated_gemm_gathered_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    part, block = walk(tiles * PARTS, BLOCKS, GROUP)
+    part, block = walk(tl.program_id(0), tiles * PARTS, BLOCKS, GROUP)
     tile = part // PARTS
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
@@ -222,16 +182,6 @@ def _gated_gemm_gathered_kernel(
     store_group(
         act_ptr, act_scale_ptr, stride_ag, act, row, live, block, BLOCKS, I, AXIS, QUANTISED, UE8M0,
     )  # fmt: skip
-
-
-# The groups of one row of float32 as the columns of an operand, and their scales: (128, GROUPS) e4m3, (GROUPS,).
-@triton.jit
-def row_operand(row_ptr, stride, size, GROUPS: tl.constexpr, UE8M0: tl.constexpr):
-    group = tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(row_ptr + column.to(tl.int64) * stride, mask=column < size, other=0.0).to(tl.float32)
-    scale, byte = group_scale(tl.max(finite_magnitude(x), 1), False, UE8M0)
-    return to_e4m3(divided(x, scale[:, None], byte[:, None], UE8M0)).T, scale
 
 
 # BLOCK_N gate columns and their up columns of one route; float32. Grid (routes * column blocks,).
@@ -302,8 +252,7 @@ def _gated_gemm_direct_kernel(
 def gated_gemm_gathered(outputs, *, weight_format, **arguments) -> None:
     """moe::gated_gemm_gathered."""
     if FORMATS[weight_format].repacked:
-        w4a8 = importlib.import_module("moe_ops.kernels.w4a8")
-        w4a8.gated_gemm_gathered(outputs, weight_format=weight_format, pdl=True, **arguments)
+        w4a8.gated_gemm_gathered(outputs, weight_format=weight_format, **arguments)
     else:
         _gathered(outputs, **arguments)
 
@@ -353,22 +302,3 @@ def gated_gemm_direct(
         K=K, I=I, TOP_K=topk_ids.shape[1], BLOCK_N=block, GROUPS=max(16, triton.next_power_of_2(triton.cdiv(K, 128))),
         STAGES=4, KIND=kind_of(row, scale_format), **flags, num_warps=4, **constants,
     )  # fmt: skip
-
-
-def kind_of(recipe: Recipe, scale_format: str) -> str:
-    """The product these kernels form: bf16 operands, or e4m3 with fp32 or with packed UE8M0 scales of 128 columns."""
-    return "bf16" if not recipe.quantised else "packed" if scale_format == "ue8m0" else "block"
-
-
-def scale_and_stride(scale: torch.Tensor | None, stand_in: torch.Tensor) -> tuple:
-    """(scales, stride of their groups); a pointer for what is never read where there are none."""
-    return (stand_in, 0) if scale is None or not scale.numel() else (scale, scale.stride(-1))
-
-
-def weight_scale(recipe: Recipe, w: torch.Tensor, scale: torch.Tensor | None) -> tuple:
-    """(scales, stride of experts, stride of groups)."""
-    return (w, 0, 0) if not recipe.quantised else (scale, scale.stride(0), scale.stride(2))
-
-
-def given(bias: torch.Tensor | None) -> tuple:
-    return (None, 0, 0) if bias is None else (bias, *bias.stride())

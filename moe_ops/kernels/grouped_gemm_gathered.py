@@ -1,14 +1,13 @@
 """Triton kernels of moe::grouped_gemm_gathered and moe::grouped_gemm_direct: GEMM2 of the fused layouts."""
 
-import importlib
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels import pipelined
-from moe_ops.kernels.gated_gemm import kind_of, row_operand, scale_and_stride, step_scale, walk, weight_scale
+from moe_ops.kernels import pipelined, w4a8
+from moe_ops.kernels.gathered_parts import kind_of, row_operand, scale_and_stride, step_scale, walk, weight_scale
 from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
 from moe_ops.recipes import get_recipe
 from moe_ops.weight_format import FORMATS
@@ -54,7 +53,7 @@ def _grouped_gemm_gathered_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    part, block = walk(tiles * PARTS, BLOCKS, GROUP)
+    part, block = walk(tl.program_id(0), tiles * PARTS, BLOCKS, GROUP)
     tile = part // PARTS
     expert = tl.load(tiles_ptr + tile)
     if expert < 0:
@@ -163,8 +162,7 @@ def _grouped_gemm_direct_kernel(
 def grouped_gemm_gathered(outputs, *, weight_format, recipe, **arguments) -> None:
     """moe::grouped_gemm_gathered."""
     if FORMATS[weight_format].repacked:
-        w4a8 = importlib.import_module("moe_ops.kernels.w4a8")
-        w4a8.grouped_gemm_gathered(outputs, weight_format=weight_format, pdl=True, **arguments)
+        w4a8.grouped_gemm_gathered(outputs, weight_format=weight_format, **arguments)
     else:
         _gathered(outputs, recipe=recipe, **arguments)
 

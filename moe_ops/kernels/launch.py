@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_ops.arch import capability
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "pdl"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "given", "pdl"]
 
 
 def pdl(device: torch.device) -> dict:
@@ -17,3 +17,8 @@ def pdl(device: torch.device) -> dict:
     if device.type != "cpu" and capability(device)[0] >= 9:
         return dict(PDL=True, launch_pdl=True)
     return dict(PDL=False)
+
+
+def given(tensor: torch.Tensor | None) -> tuple:
+    """A matrix that may be missing, and its strides."""
+    return (None, 0, 0) if tensor is None else (tensor, *tensor.stride())

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.arch import multiprocessors
-from moe_ops.kernels import launch, numeric
+from moe_ops.kernels import gathered_parts, launch, numeric
 from moe_ops.kernels import silu_and_quant as activations
 
 ROWS = 128
@@ -39,20 +39,12 @@ _STORE_BF16 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
+_walk = gluon.jit(gathered_parts.walk.fn)
 _gated = gluon.jit(activations.gated.fn)
 _finite_magnitude = gluon.jit(numeric.finite_magnitude.fn)
 _group_scale = gluon.jit(numeric.group_scale.fn)
 _divided = gluon.jit(numeric.divided.fn)
 _to_e4m3 = gluon.jit(numeric.to_e4m3.fn)
-
-
-# The row tile and the column block of an item: GROUP row tiles, then the next columns.
-@gluon.jit
-def _walk(item, tiles, BLOCKS: gl.constexpr, GROUP: gl.constexpr):
-    above = item // (GROUP * BLOCKS) * GROUP
-    height = gl.minimum(tiles - above, GROUP)
-    inside = item % (GROUP * BLOCKS)
-    return above + inside % height, inside // height
 
 
 # First weight rows of an item's two blocks.

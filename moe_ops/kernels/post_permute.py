@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, pdl
 
 
 # BLOCK_K columns of one token: its routes in order, in float32. Grid (tokens, column blocks).
@@ -59,15 +59,11 @@ def post_permute(
     _post_permute_kernel[(T, triton.cdiv(K, block))](
         rows, *rows.stride(),
         src2dst, *src2dst.stride(),
-        *_given(topk_weights),
-        *_given(topk_ids if bias is not None else None),
-        *_given(bias),
+        *given(topk_weights),
+        *given(topk_ids if bias is not None else None),
+        *given(bias),
         out, out.stride(0), out.stride(1) if mode == "routewise" else 0,
         0 if bias is None else len(bias), K, expert_start, routed_scaling_factor,
         TOP_K=top_k, BLOCK_K=block, ROUTEWISE=mode == "routewise", **pdl(rows.device),
         enable_fp_fusion=False,  # products round before they are added: the reference's bits
     )  # fmt: skip
-
-
-def _given(tensor):
-    return (None, 0, 0) if tensor is None else (tensor, *tensor.stride())

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups, sigmoid, tanh
 from moe_ops.recipes import get_recipe
 
@@ -129,7 +129,7 @@ def silu_and_quant_contiguous(outputs, *, gateup, m_indices, bias, **attributes)
     flags |= _tile_of(attributes["recipe"], flags["UE8M0"])
     grid = (triton.cdiv(len(gateup), flags["BLOCK_M"]), triton.cdiv(I, flags["GROUPS"] * flags["GROUP"]))
     _silu_and_quant_contiguous_kernel[grid](
-        gateup, *gateup.stride(), m_indices, *_bias(bias), act, act.stride(0), scale, scale.stride(-1),
+        gateup, *gateup.stride(), m_indices, *given(bias), act, act.stride(0), scale, scale.stride(-1),
         len(gateup), I, *formula, **flags, **pdl(gateup.device),
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def silu_and_quant_masked(outputs, *, gateup, masked_m, bias, **attributes) -> N
     grid = (min(blocks, max(4, blocks // 8)), triton.cdiv(I, flags["GROUPS"] * flags["GROUP"]), E)
     strides = (0, 0) if scale.dim() == 1 else (scale.stride(0), scale.stride(2))
     _silu_and_quant_masked_kernel[grid](
-        gateup, *gateup.stride(), masked_m, *_bias(bias), act, act.stride(0), act.stride(1), scale, *strides,
+        gateup, *gateup.stride(), masked_m, *given(bias), act, act.stride(0), act.stride(1), scale, *strides,
         I, *formula, **flags, **pdl(gateup.device),
     )  # fmt: skip
 
@@ -162,7 +162,3 @@ def _tile_of(recipe: str, packed: bool) -> dict:
     group = get_recipe("silu_and_quant", recipe).x_group or 128
     rows, groups, warps = _TILES[group, packed]
     return dict(BLOCK_M=rows, GROUPS=groups, GROUP=group, num_warps=warps)
-
-
-def _bias(bias):
-    return (None, 0, 0) if bias is None else (bias, *bias.stride())

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.expand_e2m1 import INDEXED_UNIT, SHIFTED_UNIT, expand_indexed, expand_shifted, power
-from moe_ops.kernels.gated_gemm import given, step_scale, store_group
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait
+from moe_ops.kernels.gathered_parts import step_scale, store_group
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given
 from moe_ops.kernels.silu_and_quant import formula_of, gated
 from moe_ops.rows import BLOCK
 from moe_ops.weight_format import FORMATS
@@ -233,7 +233,6 @@ def gated_gemm_gathered(
     recipe: str,
     scale_format: str,
     weight_format: str,
-    pdl: bool = False,
     **attributes,
 ) -> None:
     """act[r] = gated(x[row_token[r]] @ w[e].T + bias[e]) for the rows r of every listed tile, quantised.
@@ -249,7 +248,6 @@ def gated_gemm_gathered(
         block_m: 16, 32, 64 or 128.
         bias: (E, 2 I) float or None.
         recipe, scale_format: mxfp4, ue8m0.
-        pdl: may start while the kernel before it still runs; it waits for that one's results before its first load.
         attributes: activation, swiglu_limit, gemm1_alpha, gemm1_clamp_limit of moe::silu_and_quant_contiguous.
     """
     act, act_scale = outputs
@@ -261,20 +259,18 @@ def gated_gemm_gathered(
     _gated_gemm_kernel[(I // BLOCK * MAXT * tile.parts,)](
         x, x_scale, x_scale.stride(1), row_token, tiles, MAXT, *_weight(w, w_scale),
         *given(bias), act, act_scale, act_scale.stride(1), I, K, *formula,
-        FORM=flags["FORM"], HAS_LIMIT=flags["HAS_LIMIT"], **_constants(tile, weight_format, block_m, x.device, pdl),
+        FORM=flags["FORM"], HAS_LIMIT=flags["HAS_LIMIT"], **_constants(tile, weight_format, block_m, x.device),
     )  # fmt: skip
 
 
-def grouped_gemm_gathered(
-    outputs, *, x, x_scale, tiles, w, w_scale, block_m: int, weight_format: str, pdl: bool = False
-) -> None:
+def grouped_gemm_gathered(outputs, *, x, x_scale, tiles, w, w_scale, block_m: int, weight_format: str) -> None:
     """out[r] = x[r] @ w[e].T for the rows r of every listed tile. Rows in no tile are not written.
 
     Args:
         outputs: out (R, N) bfloat16.
         x, x_scale: (R, K) e4m3 and (R, ceil(K / 512)) int32 UE8M0, MN-major: gated_gemm_gathered's results.
         w, w_scale: (E, N, K) in weight_format.
-        tiles, block_m, pdl: as for gated_gemm_gathered.
+        tiles, block_m: as for gated_gemm_gathered.
     """
     (out,) = outputs
     N, K, MAXT = out.shape[1], x.shape[1], tiles.shape[1]
@@ -283,7 +279,7 @@ def grouped_gemm_gathered(
     tile = choose_tile(False, weight_format, block_m, N // BLOCK * MAXT)
     _grouped_gemm_kernel[(N // BLOCK * MAXT * tile.parts,)](
         x, x_scale, x_scale.stride(1), tiles, MAXT, *_weight(w, w_scale), out, N, K,
-        **_constants(tile, weight_format, block_m, x.device, pdl),
+        **_constants(tile, weight_format, block_m, x.device),
     )  # fmt: skip
 
 
@@ -291,9 +287,9 @@ def _weight(w, w_scale) -> tuple:
     return (w.view(torch.uint8), w_scale, w_scale.stride(0), w_scale.stride(2))
 
 
-def _constants(tile: Tile, weight_format: str, block_m: int, device: torch.device, pdl: bool) -> dict:
+def _constants(tile: Tile, weight_format: str, block_m: int, device: torch.device) -> dict:
     sizes = dict(BLOCK_M=block_m // tile.parts, PARTS=tile.parts, FACTOR=FORMATS[weight_format].factor)
     how = dict(STAGES=tile.stages, num_stages=tile.stages, num_warps=tile.warps)
     if tile.resident:
         how["maxnreg"] = _REGISTERS // (tile.resident * tile.warps * 32) // 8 * 8
-    return sizes | how | (launch.pdl(device) if pdl else dict(PDL=False))
+    return sizes | how | launch.pdl(device)

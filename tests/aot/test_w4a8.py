@@ -22,7 +22,7 @@ MANY, FEW = 64, 1
 """Experts with a token tile each: more programs than the card holds, and fewer."""
 
 
-def compile_gemm(gated, weight_format, block_m, E=MANY, bias=None, formula=None, pdl=False, K=2048, I=1536) -> Compiled:
+def compile_gemm(gated, weight_format, block_m, E=MANY, bias=None, formula=None, K=2048, I=1536) -> Compiled:
     def meta(*shape, dtype=torch.int32):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -38,9 +38,8 @@ def compile_gemm(gated, weight_format, block_m, E=MANY, bias=None, formula=None,
         x_scale=packed_scale_spec(R, depth // 128, scale_format="ue8m0").empty("meta"),
         tiles=meta(3, E),
     )
-    options = dict(block_m=block_m, pdl=pdl)
-    dependent = mock.patch.object(w4a8.launch, "pdl", lambda device: dict(PDL=True, launch_pdl=True))
-    with compiling("sm90") as compiled, dependent:
+    options: dict = dict(block_m=block_m)
+    with compiling("sm90") as compiled:
         if gated:
             act = meta(R, I, dtype=torch.float8_e4m3fn)
             act_scale = packed_scale_spec(R, I // 128, scale_format="ue8m0").empty("meta")
@@ -104,7 +103,7 @@ def test_sizes_of_one(gated):
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "down"])
 def test_a_dependent_waits_before_it_loads(gated):
     """gdc_wait does not tell the compiler that it orders memory."""
-    code = [line for _, line in compile_gemm(gated, "sm90_row", 16, pdl=True).instructions]
+    code = [line for _, line in compile_gemm(gated, "sm90_row", 16).instructions]
     waits = [index for index, line in enumerate(code) if "ACQBULK" in line]
     loads = [index for index, line in enumerate(code) if re.search(r"(^|\s)(LDG|LDGSTS|LD)[. ]", line)]
     assert waits and waits[0] < loads[0]

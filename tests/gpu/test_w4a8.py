@@ -30,5 +30,5 @@ def test_grouped_gemm(case):
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_dependent_launches(case):
-    case.check_gated("cuda", GATED, pdl=True)
-    case.check_down("cuda", SLACK, pdl=True)
+    case.check_gated("cuda", GATED)
+    case.check_down("cuda", SLACK)
