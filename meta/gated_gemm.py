@@ -4,7 +4,7 @@ import torch
 
 from moe_ops import check
 from moe_ops.meta.grouped_gemm import check_format, check_fused, check_tiles, check_weight
-from moe_ops.meta.pre_permute import check_tokens
+from moe_ops.meta.pre_permute import check_row_count, check_tokens
 from moe_ops.meta.quantize import check_rows, row_specs
 from moe_ops.meta.silu_and_quant import check_activation, check_bias
 from moe_ops.recipes import Recipe, get_recipe
@@ -18,6 +18,7 @@ def gathered_specs(rows, I: int, recipe: Recipe, scale_format: str) -> tuple[Ten
 
 def direct_specs(T, top_k: int, I: int) -> tuple[TensorSpec, TensorSpec]:
     """(act, src2dst)"""
+    check_row_count(T * top_k)
     return (
         TensorSpec.contiguous(T * top_k, I, dtype=torch.float32),
         TensorSpec.contiguous(T, top_k, dtype=torch.int32),

@@ -5,7 +5,7 @@ import torch
 from moe_ops import check
 from moe_ops.meta.pack_scale import packed_scale_spec
 from moe_ops.meta.quantize import check_rows
-from moe_ops.recipes import Recipe, get_recipe
+from moe_ops.recipes import FORMAT_OF_SCALE, Recipe, get_recipe
 from moe_ops.rows import BLOCK, ceil_div
 from moe_ops.spec import TensorSpec
 from moe_ops.weight_format import FORMATS, WeightFormat
@@ -17,18 +17,24 @@ BLOCKS_M = (16, 32, 64, 128)
 
 
 def weight_scale_spec(E: int, N: int, K: int, recipe: Recipe, scale_format: str) -> TensorSpec:
-    """Scales of (E, N, K) weights.
-
-    none: empty. fp32: (E, ceil(N / 128), ceil(K / 128)) float32, one a block. ue8m0: one row per weight row,
-    (E, N, ceil(K / (4 * columns))) int32, MN-major.
-    """
+    """Scales of (E, N, K) weights. none: empty. Else those of E matrices."""
     if scale_format == "none":
         return TensorSpec.contiguous(0, dtype=torch.float32)
+    return matrix_scale_spec(E, N, K, recipe=recipe, scale_format=scale_format)
+
+
+def matrix_scale_spec(*shape, recipe: Recipe, scale_format: str) -> TensorSpec:
+    """Scales of (..., N, K) weights.
+
+    fp32: (..., ceil(N / 128), ceil(K / 128)) float32, contiguous, one a block. ue8m0: one row per weight row,
+    (..., N, ceil(K / (4 * columns))) int32, MN-major.
+    """
+    *batch, N, K = shape
     rows, columns = recipe.w_block
     groups = ceil_div(K, columns)
     if scale_format == "fp32":
-        return TensorSpec.contiguous(E, ceil_div(N, rows), groups, dtype=torch.float32)
-    return packed_scale_spec(E, N, groups, scale_format="ue8m0")
+        return TensorSpec.contiguous(*batch, ceil_div(N, rows), groups, dtype=torch.float32)
+    return packed_scale_spec(*batch, N, groups, scale_format=scale_format)
 
 
 def scale_format_of(op: str, w: str, scale, recipe: Recipe) -> str:
@@ -37,10 +43,9 @@ def scale_format_of(op: str, w: str, scale, recipe: Recipe) -> str:
         check.no_scale(op, f"{w}_scale", scale, recipe.name)
         return "none"
     scale = check.given(op, f"{w}_scale", scale, f"for recipe {recipe.name}")
-    kinds = {torch.float32: "fp32", torch.int32: "ue8m0"}
-    allowed = [kind for kind, name in kinds.items() if name in recipe.scale_formats]
+    allowed = [dtype for dtype, name in FORMAT_OF_SCALE.items() if name in recipe.scale_formats]
     check.dtype(op, f"{w}_scale", scale, allowed, f"Recipe {recipe.name} has no other. {_PREPARE}")
-    return kinds[scale.dtype]
+    return FORMAT_OF_SCALE[scale.dtype]
 
 
 def check_format(op: str, name: str, recipe: Recipe) -> WeightFormat:
@@ -162,8 +167,7 @@ def _check_operands(op: str, x, x_scale, w, w_scale, letters: str, recipe: str, 
     letters_of_w = f"(E, N, K / {row.w_pack})"
     scale_format = check_weight(op, "w", w, w_scale, (w.shape[0], N, K), letters_of_w, row, weight_format)
     if x_scale is not None and row.quantised:
-        kinds = {torch.float32: "fp32", torch.int32: "ue8m0"}
-        got = kinds.get(x_scale.dtype, str(x_scale.dtype))
+        got = FORMAT_OF_SCALE.get(x_scale.dtype, str(x_scale.dtype))
         check.value(
             got == scale_format,
             op,

@@ -28,6 +28,7 @@ def pack_scale(*, scale, mn, rows_per_scale, scale_format, backend) -> tuple[Ten
     check.dtype(op, "scale", scale, allowed, "Exponent bytes can only be packed as ue8m0.")
     check.value(rows_per_scale >= 1, op, "rows_per_scale", "at least 1", rows_per_scale, "1 means a scale per row.")
     *batch, rows, groups = scale.shape
+    check.value(groups >= 1, op, "scale", "of at least one group", lambda: tuple(scale.shape), "Skip the call.")
     check.value(
         rows == ceil_div(mn, rows_per_scale),
         op,

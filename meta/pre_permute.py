@@ -15,7 +15,7 @@ IDS = (torch.int32, torch.int64)
 def contiguous_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format: str) -> tuple[TensorSpec, ...]:
     """(x_q, x_scale, m_indices, src2dst, ends, scratch)"""
     M = contiguous_rows(T, top_k, E)
-    _check_rows(M)
+    check_row_count(M)
     return (
         *row_specs(M, K, recipe=recipe, scale_format=scale_format),
         TensorSpec.contiguous(M, dtype=torch.int32),
@@ -27,7 +27,7 @@ def contiguous_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format
 
 def masked_specs(T, K: int, top_k: int, E: int, recipe: Recipe, scale_format: str) -> tuple[TensorSpec, ...]:
     """(x_q, x_scale, masked_m, src2dst, scratch)"""
-    _check_rows(E * masked_rows(T))
+    check_row_count(E * masked_rows(T))
     return (
         *row_specs(E, masked_rows(T), K, recipe=recipe, scale_format=scale_format),
         TensorSpec.contiguous(E, dtype=torch.int32),
@@ -41,7 +41,7 @@ def gathered_specs(
 ) -> tuple[TensorSpec, ...]:
     """(x_q, x_scale, row_token, tiles, src2dst, scratch)"""
     routes = T * top_k
-    _check_rows(routes)
+    check_row_count(routes)
     return (
         *row_specs(T, K, recipe=recipe, scale_format=scale_format),
         TensorSpec.contiguous(routes, dtype=torch.int32),
@@ -56,7 +56,7 @@ def _scratch_spec(T, top_k: int, E: int) -> TensorSpec:
     return TensorSpec.contiguous(2, route_chunks(T, top_k), E, dtype=torch.int32)
 
 
-def _check_rows(rows) -> None:
+def check_row_count(rows) -> None:
     """src2dst holds row numbers in int32. A traced size is checked when the kernel runs."""
     if isinstance(rows, int):
         fix = "Split the tokens, or take the contiguous layout."

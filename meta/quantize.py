@@ -3,6 +3,7 @@
 import torch
 
 from moe_ops import check
+from moe_ops.meta.pack_scale import packed_scale_spec
 from moe_ops.recipes import FLOATS, SCALE_FORMATS, Recipe
 from moe_ops.rows import ceil_div
 from moe_ops.spec import TensorSpec
@@ -21,10 +22,7 @@ def row_scale_spec(*shape, group: int, scale_format: str) -> TensorSpec:
     if scale_format == "none":
         return TensorSpec.contiguous(0, dtype=torch.float32)
     *rows, K = shape
-    groups = K // group
-    if scale_format == "fp32":
-        return TensorSpec.mn_major(*rows, groups, dtype=torch.float32)
-    return TensorSpec.mn_major(*rows, ceil_div(groups, 4), dtype=torch.int32)
+    return packed_scale_spec(*rows, K // group, scale_format=scale_format)
 
 
 def row_specs(*shape, recipe: Recipe, scale_format: str) -> tuple[TensorSpec, TensorSpec]:

@@ -55,13 +55,13 @@ class Workspace(nn.Module):
         check.value(max_tokens >= 1, "Workspace", "max_tokens", "at least 1", max_tokens, "It counts tokens.")
         if max_tokens <= self.max_tokens:
             return
-        self.max_tokens = max_tokens
         needed = max(int(workspace_bytes(replace(layer, T=max_tokens))) for layer in self._layers)
-        if needed <= self.nbytes:
-            return
-        if self.nbytes:
-            self._outgrown.append(self.arena)
-        self.arena = torch.empty(needed, dtype=torch.uint8, device=self.arena.device)
+        if needed > self.nbytes:
+            arena = torch.empty(needed, dtype=torch.uint8, device=self.arena.device)  # if it fails, nothing has changed
+            if self.nbytes:
+                self._outgrown.append(self.arena)
+            self.arena = arena
+        self.max_tokens = max_tokens
 
     def release(self) -> None:
         """Frees the outgrown arenas. Call it when no graph captured before the last grow() is replayed any more."""

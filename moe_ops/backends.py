@@ -7,8 +7,9 @@ from functools import lru_cache
 import torch
 
 from moe_ops import arch, check, env
-from moe_ops.recipes import DENSE
-from moe_ops.rows import BLOCK
+from moe_ops.recipes import DENSE, FORMAT_OF_SCALE
+from moe_ops.rows import BLOCK, FUSED, ceil_div, contiguous_rows
+from moe_ops.sizes import Layer
 
 BACKENDS = ("auto", "reference", "triton", "deep_gemm")
 FEW_ROWS = 8
@@ -21,32 +22,31 @@ AUTO_RULE = (
     "expert on, triton for the rest"
 )
 
+_NO_SUCH_GEMM = "deep_gemm has no kernels for the gathered and direct layouts."
+
 Kernels = Mapping[str, Callable]
 """Backend name -> kernel(outputs, **arguments), which writes the outputs in place."""
-
-_SCALE_FORMATS = {None: "none", torch.float32: "fp32", torch.int32: "ue8m0"}
 
 
 def pick(op: str, backend: str, device: torch.device, kernels: Kernels, arguments: Mapping) -> Callable:
     """The kernel of `backend` for this device and these arguments, or an error that says what would run instead.
 
-    deep_gemm has the GEMMs alone; under its name, the stages around them run as auto would run them.
+    deep_gemm has GEMMs alone; under its name, the stages around them run as auto would run them.
     """
     check.one_of(op, "backend", backend, BACKENDS)
     if backend == "auto":
         backend = env.backend() or "auto"
         check.one_of(op, "MOE_OPS_BACKEND", backend, BACKENDS, "Unset it, or choose one of them.")
-    gemm = "deep_gemm" in kernels
-    if backend == "auto" or (backend == "deep_gemm" and not gemm):
+    if backend == "auto" or (backend == "deep_gemm" and "gemm" not in op):
         if device.type == "cpu":
             backend = "reference"
         else:
-            many = gemm and not _few_rows(op, arguments)
+            many = "deep_gemm" in kernels and not _few_rows(op, arguments)
             backend = "deep_gemm" if many and why_not_deep_gemm(op, device, arguments) is None else "triton"
     if backend == "triton":
         _check_triton(op, device)
     elif backend == "deep_gemm":
-        reason = why_not_deep_gemm(op, device, arguments)
+        reason = why_not_deep_gemm(op, device, arguments) if "deep_gemm" in kernels else _NO_SUCH_GEMM
         fix = "Pass backend='auto' for what runs here."
         torch._check_not_implemented(
             reason is None,
@@ -87,6 +87,18 @@ def why_not_grouped(
     if odd is not None:
         return f"deep_gemm's bf16 GEMM needs K to be a multiple of 64, and K is {odd}."
     return _why_not_installed(device)
+
+
+def of_layer(layer: Layer, device: torch.device) -> str:
+    """What pick() gives the GEMMs of a whole call in the layer's own layout where nothing but `auto` is asked for."""
+    if device.type == "cpu":
+        return "reference"
+    if layer.layout == "contiguous":
+        few = contiguous_rows(layer.whole, layer.top_k, layer.E) < BLOCK * layer.E
+    else:
+        few = ceil_div(layer.whole * layer.top_k, layer.experts) <= FEW_ROWS
+    form = (device, layer.recipe, layer.scale_format, layer.layout, (layer.K, layer.I))
+    return "triton" if layer.layout in FUSED or few or why_not_grouped(*form) is not None else "deep_gemm"
 
 
 def has_stand_in() -> bool:
@@ -143,7 +155,7 @@ def _few_rows(op: str, arguments: Mapping) -> bool:
 def _form(op: str, arguments: Mapping) -> tuple[str, str]:
     """(recipe, scale format) of a GEMM's weights."""
     scale = arguments.get("w_scale")
-    return DENSE.get(op) or arguments["recipe"], _SCALE_FORMATS[None if scale is None else scale.dtype]
+    return DENSE.get(op) or arguments["recipe"], "none" if scale is None else FORMAT_OF_SCALE[scale.dtype]
 
 
 def _check_triton(op: str, device: torch.device) -> None:

@@ -13,7 +13,6 @@ from moe_ops.choice import choose
 from moe_ops.ops.post_permute import POST_PERMUTE
 from moe_ops.planner import split
 from moe_ops.registry import STAGES, define_ws
-from moe_ops.rows import BLOCK, contiguous_rows
 from moe_ops.sizes import Layer
 from moe_ops.spec import TensorSpec
 from moe_ops.workspace import LAYER_SCHEMA, Stage, sizes_of
@@ -43,7 +42,7 @@ def _run(*, ws, topk_ids, hidden_states, routed_scaling_factor, max_workspace_by
     check.workspace("fused_deepgemm", ws, 0)
     check.apart("fused_deepgemm", ws, *(given.get(name) for name in TENSORS), hidden_states, topk_ids)
     choice = choose("fused_deepgemm", layer, backend, ws.device)
-    backend = _gemm_backend(layer, choice.layout, backend if layer.layout == "auto" else choice.backend, ws.device)
+    backend = _gemm_backend(layer, backend if layer.layout == "auto" else choice.backend, ws.device)
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     first = 0
     for tokens in split(layer, choice, min(ws.numel(), max_workspace_bytes)):
@@ -81,14 +80,12 @@ def _part(out: Tensor, ws, x, ids, weights, routed_scaling_factor: float, given:
     )
 
 
-def _gemm_backend(layer: Layer, layout: str, backend: str, device: torch.device) -> str:
+def _gemm_backend(layer: Layer, backend: str, device: torch.device) -> str:
     """The backend that `auto` gives the GEMMs of the whole call where the layout was asked for: by its rows, not by
     those of a part (backends.pick)."""
     if layer.layout != "contiguous" or backend != "auto" or device.type != "cuda":
         return backend
-    form = (device, layer.recipe, layer.scale_format, layout, (layer.K, layer.I))
-    many = contiguous_rows(layer.T, layer.top_k, layer.E) >= BLOCK * layer.E
-    return "deep_gemm" if many and backends.why_not_grouped(*form) is None else "triton"
+    return backends.of_layer(layer, device)
 
 
 def _result(*, hidden_states, **_) -> tuple[TensorSpec]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def backend() -> str | None:
     """MOE_OPS_BACKEND: what `backend="auto"` means instead of its rule; for finding out which backend is at fault."""
-    return os.environ.get("MOE_OPS_BACKEND")
+    return os.environ.get("MOE_OPS_BACKEND") or None
 
 
 def cache_dir() -> Path:

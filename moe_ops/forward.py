@@ -25,7 +25,7 @@ from moe_ops.workspace import sizes_of
 def _forward(*, workspace, routed_scaling_factor, max_workspace_bytes, **arguments) -> Tensor:
     layer = Layer(**contract.fused_deepgemm(**arguments))
     given = SimpleNamespace(**arguments)
-    if max_workspace_bytes is not None and not _fits(layer, max_workspace_bytes, given):
+    if max_workspace_bytes is not None and not _fits(layer, max_workspace_bytes, workspace, given):
         ws = _bounded(workspace, given.hidden_states, layer, max_workspace_bytes)
         rest = dict(routed_scaling_factor=routed_scaling_factor, max_workspace_bytes=max_workspace_bytes)
         given = {name: arguments[name] for name in (*TENSORS, *FORMULA)}
@@ -61,12 +61,13 @@ def _workspace(workspace: Tensor | None, hidden_states: Tensor, layer: Layer, ba
     return workspace
 
 
-def _fits(layer: Layer, budget: int, given: SimpleNamespace) -> bool:
-    """Whether the whole call is known to fit the budget. A traced token count is not known."""
+def _fits(layer: Layer, budget: int, workspace: Tensor | None, given: SimpleNamespace) -> bool:
+    """Whether the whole call is known to fit the budget and the caller's arena. A traced token count is not known."""
     if not isinstance(layer.T, int):
         return False
     choice = choose("fused_deepgemm", layer, given.backend, given.hidden_states.device)
-    return plan_layer(layer, choice).total_bytes <= budget
+    needed = plan_layer(layer, choice).total_bytes
+    return needed <= budget and (workspace is None or needed <= workspace.numel())
 
 
 def _bounded(workspace: Tensor | None, hidden_states: Tensor, layer: Layer, budget: int) -> Tensor:
@@ -147,12 +148,13 @@ def fused_deepgemm(
         w13_fp8, w13_fp8_scale, w2_fp8, w2_fp8_scale: all or none: repacked weights once more as fp8 blocks, from which
             calls with many rows an expert are computed (choice.REPACKED_ROWS).
         backend: auto, or one by name, which raises where it cannot run.
-        workspace: flat uint8 scratch memory to use instead of a fresh one, at least plan(...).total_bytes long
-            (plan(...).workspace_bytes serves every smaller T too). Its contents mean nothing, before and after.
-            One call at a time may use it: threads and streams that overlap need one each.
-        max_workspace_bytes: the call runs in so much workspace, whatever its tokens: it is split into parts of whole
-            tokens, computed one after another as the whole would be (layout, backend and tiles are the whole's;
-            docs/decode.md says what is equal bit for bit). plan(..., max_workspace_bytes=...).chunks shows them.
+        workspace: flat uint8 scratch memory to use instead of a fresh one, at least plan(...).workspace_bytes long for
+            the largest T (an eager call of one T needs plan(...).total_bytes). Its contents mean nothing, before and
+            after. One call at a time may use it: threads and streams that overlap need one each.
+        max_workspace_bytes: the call runs in so much workspace, and in no more than `workspace` has, whatever its
+            tokens: it is split into parts of whole tokens, computed one after another as the whole would be (layout,
+            backend and tiles are the whole's; docs/decode.md says what is equal bit for bit).
+            plan(..., max_workspace_bytes=...).chunks shows them.
 
     Returns:
         (T, K) in the dtype of hidden_states, in memory of its own.

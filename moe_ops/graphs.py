@@ -117,7 +117,7 @@ class GraphedDecode:
     def _check(self, tensors: tuple[Tensor, ...]) -> int:
         count = len(self._inputs)
         check.value(len(tensors) == count, _OP, "tensors", f"{count} as the examples", len(tensors), "Pass them all.")
-        tokens = tensors[0].shape[0]
+        tokens = len(tensors[0]) if tensors[0].dim() else 0
         for index, (static, given) in enumerate(zip(self._inputs, tensors, strict=True)):
             shape, name = (tokens, *static.shape[1:]), f"tensor {index}"
             check.shape(_OP, name, given, shape, "(tokens, ...)", "All have the example's shape behind axis 0.")

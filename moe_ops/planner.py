@@ -285,7 +285,8 @@ def plan(
         max_workspace_bytes: as in fused_deepgemm. The plan is then that of the largest part; plan.chunks has them all.
 
     Raises:
-        ValueError: a size is negative, or does not fit the recipe's groups; max_workspace_bytes holds no token.
+        ValueError: a size is negative, or does not fit the recipe's groups; num_experts is below E;
+            max_workspace_bytes holds no token.
     """
     op = "plan"
     row = get_recipe(op, recipe, scale_format)
@@ -296,6 +297,8 @@ def plan(
         check.multiple(
             op, name, size, row.granule, f"Recipe {recipe} scales that many columns together; pad with zeros."
         )
+    fix = "It counts the experts of all ranks."
+    check.value(num_experts == -1 or num_experts >= E, op, "num_experts", f"at least E = {E}, or -1", num_experts, fix)
     layer = Layer(T, top_k, E, K, I, recipe, scale_format or row.scale_formats[0], layout, num_experts)
     device = arch or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choice = choose(op, layer, backend, device)

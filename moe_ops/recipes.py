@@ -8,6 +8,8 @@ from moe_ops import check
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_FORMATS = ("none", "fp32", "ue8m0")
+FORMAT_OF_SCALE = {torch.float32: "fp32", torch.int32: "ue8m0"}
+"""dtype of prepared scales -> their format."""
 
 
 @dataclass(frozen=True)

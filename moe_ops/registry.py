@@ -117,6 +117,9 @@ def define_packed_ws(op: Op, schema: str) -> None:
         specs = op.contract(**arguments)
         offsets, needed = pack(specs)
         check.workspace(name, ws, needed, fix=_PACKED)
+        tensors = {key: value for key, value in arguments.items() if isinstance(value, torch.Tensor)}
+        check.same_device(name, ws.device, **tensors)
+        check.apart(name, ws, *tensors.values())
         op.into(tuple(spec.carve(ws, offset) for spec, offset in zip(specs, offsets, strict=True)), **arguments)
 
     define_ws(name, schema, run)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moe_ops.backends import of_layer
 from moe_ops.choice import ANY, candidates, choose
 from moe_ops.sizes import Layer
 
@@ -71,7 +72,8 @@ def report(*, show: bool = True) -> Report:
         choice = choose("report", layer, backend, device)
         why = "As asked." if layer.layout != "auto" else _why(layer, choice, backend, device)
         form = "fp8 blocks by " if choice.fp8 else ""
-        way = (replace(layer, T=0, of=-1), str(device), backend, choice.layout, form + choice.backend, why)
+        taken = of_layer(layer, device) if choice.backend == "auto" else choice.backend
+        way = (replace(layer, T=0, of=-1), str(device), backend, choice.layout, form + taken, why)
         groups.setdefault(way, []).append(layer.whole)
     made = Report(
         Taken(replace(layer, T=max(counts)), tuple(sorted(set(counts))), *rest)

@@ -10,6 +10,7 @@ from moe_ops import backends, env
 from moe_ops.csrc_stubs import deep_gemm as stub
 from moe_ops.kernels import deep_gemm
 from moe_ops.recipes import RECIPES
+from moe_ops.sizes import Layer
 from moe_ops.testing import LayerCase, poisoned_memory, relative_error
 
 CUDA = torch.device("cuda")
@@ -122,6 +123,18 @@ def test_deep_gemm_refused_in_words(monkeypatch):
         )
 
 
+@pytest.mark.parametrize("layout", ["gathered", "direct"])
+def test_deep_gemm_is_refused_where_it_has_no_kernels(layout):
+    case = LayerCase("fp8_block", T=3, layout=layout)
+    inputs, weights = case.build()
+    with pytest.raises(NotImplementedError) as caught:
+        case.run(inputs, weights, backend="deep_gemm")
+    assert str(caught.value) == (
+        f"gated_gemm_{layout}: backend must be one that runs here; got 'deep_gemm'. "
+        "deep_gemm has no kernels for the gathered and direct layouts. Pass backend='auto' for what runs here."
+    )
+
+
 def test_triton_on_a_cpu_refused_in_words():
     pytest.importorskip("triton", reason="the extra `triton`")
     with pytest.raises(NotImplementedError) as caught:
@@ -202,10 +215,37 @@ print(tuple(moe_ops.MoELayer(torch.randn(4, 128), w, top_k=2)(torch.randn(5, 128
     assert done.stdout.strip() == "(5, 128)", done.stderr
 
 
-def test_every_recipe_has_a_backend_on_every_card():
+def test_every_form_has_kernels_on_every_card_and_deep_gemm_those_that_it_reads():
     from moe_ops.arch import ARCHS, runs
 
+    forms = [(recipe.name, scale_format) for recipe in RECIPES.values() for scale_format in recipe.scale_formats]
     for name in ARCHS:
-        for recipe in RECIPES.values():
-            assert any(runs(recipe.name, scale_format, name) for scale_format in recipe.scale_formats)
+        assert all(runs(*form, name, "reference") for form in forms)
+        assert all(runs(*form, name, "triton") == (name != "cpu") for form in forms)
+    read = {
+        (major, *form)
+        for major, name in ((9, "sm90"), (10, "sm100"))
+        for form in forms
+        if runs(*form, name, "deep_gemm")
+    }
+    assert read == {form for form in ON_ARCH if form[0] != 12}
+    assert not any(runs(*form, "cpu", "deep_gemm") for form in forms)
+
+
+def test_an_empty_override_is_none(monkeypatch):
+    monkeypatch.setenv("MOE_OPS_BACKEND", "")
     assert env.backend() is None
+
+
+def test_what_auto_gives_the_gemms_of_a_layer(monkeypatch):
+    """By the rows of the whole call, as pick() does for each GEMM."""
+    monkeypatch.setattr(deep_gemm, "probe", lambda: deep_gemm.Probe(True, "0.2.0", ""))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+    def taken(T, layout, recipe="fp8_block", scale_format="fp32"):
+        return backends.of_layer(Layer(T, 2, 4, 256, 128, recipe, scale_format, layout), CUDA)
+
+    assert [taken(T, "masked") for T in (16, 17)] == ["triton", "deep_gemm"]
+    assert [taken(T, "contiguous") for T in (1, 2, 200)] == ["triton", "deep_gemm", "deep_gemm"]
+    assert {taken(200, "gathered"), taken(200, "contiguous", "mxfp4", "ue8m0")} == {"triton"}
+    assert backends.of_layer(Layer(2, 2, 4, 256, 128, "bf16", "none", "direct"), torch.device("cpu")) == "reference"

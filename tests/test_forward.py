@@ -22,11 +22,14 @@ ACTIVATIONS = [
 
 
 def same_for_all(case: LayerCase, **more) -> torch.Tensor:
-    """Runs the case in every layout, also in poisoned arenas; all must be the same bits. Returns them."""
+    """Runs the case in every layout, also in poisoned arenas; all must be the same bits. Returns them.
+
+    Fresh memory is full of PATTERNS[0] here (conftest.py).
+    """
     inputs, weights = case.build()
     results = []
     for layout in case.layouts:
-        for pattern in PATTERNS:
+        for pattern in PATTERNS[1:]:
             sizes = dict(T=case.T, E=case.E, K=case.K, I=case.I, top_k=case.top_k, recipe=case.recipe)
             needed = plan(**sizes, layout=layout, scale_format=weights.scale_format).workspace_bytes
             ws = poisoned(needed, pattern)

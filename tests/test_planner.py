@@ -192,6 +192,10 @@ def test_planner_greedy_by_size_would_take_more():
         ),
         ({"T": -1}, "plan: T must be an integer >= 0; got -1. Check it."),
         (
+            {"num_experts": 0},
+            "plan: num_experts must be at least E = 32, or -1; got 0. It counts the experts of all ranks.",
+        ),
+        (
             {"I": 1000},
             "plan: I must be a multiple of 128; got 1000. Recipe fp8_block scales that many columns together; pad with "
             "zeros.",

@@ -36,6 +36,10 @@ def convert(
             be sharded here.
         say: called with one line a layer and rank.
         options: recipe, scale_format, device, arch, backend, on_inexact, progress of load_moe_weights.
+
+    Raises:
+        ValueError: the target holds prepared layers, or the source no experts; no layers, or one that is not there; a
+            world below 1. What load_moe_weights raises.
     """
     root = Path(target)
     there = (root / MANIFEST).exists()
@@ -44,8 +48,10 @@ def convert(
         have = moe_layers(files, choose(_OP, text_config(files.json("config.json"))))
         check.value(bool(have), _OP, "source", "a checkpoint with experts", files.root, "Check its config.json.")
         chosen = have if layers is None else list(layers)
+        check.value(bool(chosen), _OP, "layers", f"some of {have}, or None for all", chosen, "Choose from them.")
         for layer in chosen:
             check.value(layer in have, _OP, "layers", f"among {have}", layer, "Choose from them.")
+        check.value(world >= 1, _OP, "world", "at least 1", world, "It counts the ranks.")
         root.mkdir(parents=True, exist_ok=True)
         entries: dict[int, list[dict]] = {}
         for layer in chosen:

@@ -81,7 +81,11 @@ class Files:
     def _names(self, single: str | None) -> dict[str, str]:
         """Tensor name -> file name."""
         if single is None and (self.root / INDEX).is_file():
-            return self.json(INDEX)["weight_map"]
+            weight_map = self.json(INDEX).get("weight_map")
+            if isinstance(weight_map, dict):
+                return weight_map
+            rule = "an object with a weight_map, tensor name to file"
+            raise ValueError(check.sentence(self.op, INDEX, rule, "none", "Download it again."))
         files = [single] if single else sorted(file.name for file in self.root.glob("*.safetensors"))
         fix = "Pass a directory of safetensors files."
         check.value(bool(files), self.op, "path", "a directory with *.safetensors files", self.root, fix)
@@ -98,15 +102,20 @@ class Files:
             length = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))[0]
             rule = f"a whole safetensors file, its header {length} bytes long"
             check.value(0 < length <= size - 8, self.op, file, rule, f"{size} bytes", again)
-            raw = json.loads(stream.read(length))
-        raw.pop("__metadata__", None)
-        for name, entry in sorted(raw.items(), key=lambda item: item[1]["data_offsets"]):
-            end = 8 + length + entry["data_offsets"][1]
-            rule = f"whole in {file}: {entry['dtype']} {tuple(entry['shape'])}, up to byte {end}"
+            try:
+                raw = json.loads(stream.read(length))
+                raw.pop("__metadata__", None)
+                entries = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in raw.items()}
+                ends = {name: 8 + length + int(e["data_offsets"][1]) for name, e in raw.items()}
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                got = f"one that cannot be read ({type(error).__name__}: {error})"
+                raise ValueError(check.sentence(self.op, file, "a file with a header", got, again)) from None
+        for name, end in sorted(ends.items(), key=lambda item: item[1]):
+            rule = f"whole in {file}: {entries[name].dtype} {entries[name].shape}, up to byte {end}"
             got = f"a file of {size} bytes"
             check.value(end <= size, self.op, name, rule, got, f"It is truncated. {again}")
-        self._headers[file] = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in raw.items()}
-        return self._headers[file]
+        self._headers[file] = entries
+        return entries
 
     def expect(self, name: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> None:
         """ValueError or TypeError unless the tensor is there with one of these shapes and dtypes."""

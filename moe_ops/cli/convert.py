@@ -48,7 +48,7 @@ def _numbers(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        ok = first.strip().isdigit() and (last or first).strip().isdigit()
+        ok = first.strip().isdigit() and (last or first).strip().isdigit() and int(first) <= int(last or first)
         check.value(ok, "convert", "layers", "numbers and ranges", repr(text), "Write them like 3-5,8.")
         numbers += range(int(first), int(last or first) + 1)
     return numbers

@@ -10,6 +10,8 @@ The interpreter keeps bf16 and fp8 as raw integers in numpy arrays. Seen in Trit
 - a kernel's scalar cannot bound a `range` under numpy 2.4 (Triton 3.6).
 - `tl.fma` rounds the product. A card does not.
 - inline assembly is refused. Here ptx.py runs it.
+- every call of a device function patches the whole language again, and every look-up of a dtype makes a table: a third
+  of all time. Here a launch patches once, and the table is kept.
 
 Torch's casts are the model of a card's; tests/gpu compares the two for every bf16 value.
 """
@@ -124,6 +126,31 @@ def install() -> None:
         operands: tuple = (a, a_scale, a_form, b, b_scale, b_form, c)
         return plain_scaled(self, *operands, *flags)
 
+    plain_dtype, dtypes = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(kind):
+        element = kind.scalar.name
+        if element not in dtypes:
+            dtypes[element] = plain_dtype(kind)
+        return dtypes[element]
+
+    plain_patch_lang, patched = interpreter._patch_lang, set()
+
+    def patch_lang(fn):
+        languages = {lang for lang in (tl, tl.core) if any(value is lang for value in fn.__globals__.values())}
+        if languages <= patched:  # a device function, in a launch that has patched them
+            return None
+        scope = plain_patch_lang(fn)
+        restore = scope.restore
+
+        def end():
+            restore()
+            patched.clear()
+
+        scope.restore = end
+        patched.update(languages)
+        return scope
+
     plain_patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor, *scope):
@@ -148,4 +175,5 @@ def install() -> None:
     for method in (*casts, binary_op, unary_op, create_fma, create_dot, create_dot_scaled):
         setattr(builder, method.__name__, method)
     setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010  its signature is wider
-    interpreter._patch_lang_tensor = patch_tensor
+    interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor, patch_lang
+    interpreter._get_np_dtype = get_np_dtype

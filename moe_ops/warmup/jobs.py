@@ -12,12 +12,10 @@ from torch import Tensor
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
 from moe_ops.choice import choose
 from moe_ops.layer import MoELayer, arguments_of
+from moe_ops.meta.grouped_gemm import BLOCKS_M
 from moe_ops.planner import plan_layer, resolve
-from moe_ops.rows import ceil_div, contiguous_rows, gathered_block
+from moe_ops.rows import BLOCK, align, ceil_div, contiguous_rows, gathered_block, gathered_tiles
 from moe_ops.sizes import Layer
-
-TILE_ROWS = (16, 32, 64, 128)
-"""Rows of the tiles that the Triton GEMMs have: mean rows that fall between two of them take one kernel."""
 
 
 @dataclass(frozen=True)
@@ -108,23 +106,33 @@ class Job:
 
 
 def way_of(layer: Layer, backend: str, device: torch.device | str) -> tuple:
-    """What decides which kernels a call takes, apart from the layer's sizes.
+    """What decides which kernels a call takes, apart from the layer's sizes. tests/aot compares it with the kernels.
 
     deep_gemm chooses by the exact row count, so there each has a kernel of its own.
     """
     choice = choose("warmup", layer, backend, device)
     made = resolve(layer, choice)
-    mean = ceil_div(layer.T * layer.top_k, layer.experts)
-    few = layer.T * layer.top_k <= 1024  # longer lists are counted in pieces
+    T, routes = layer.T, layer.T * layer.top_k
+    mean = ceil_div(routes, layer.experts)
+    sizes = [T, routes, align(T, 4), align(routes, 4)]  # the last two: columns of scales
     if made.layout == "direct":
         detail: Any = 0
     elif made.layout == "gathered":
-        detail = gathered_block(layer.T, layer.top_k, layer.experts)
+        detail = gathered_block(T, layer.top_k, layer.experts)
+        sizes.append(gathered_tiles(routes, layer.E, detail))
     elif choice.backend in ("deep_gemm", "auto"):
-        detail = contiguous_rows(layer.T, layer.top_k, layer.E) if made.layout == "contiguous" else mean
+        detail = contiguous_rows(T, layer.top_k, layer.E) if made.layout == "contiguous" else mean
     else:
-        detail = next((rows for rows in TILE_ROWS if rows >= mean), TILE_ROWS[-1])
-    return (made.layout, choice.backend, choice.fp8, few, min(layer.T, 2) == 1, detail)
+        M = contiguous_rows(T, layer.top_k, layer.E)
+        rows = max(1, M - layer.E * BLOCK) // layer.E if made.layout == "contiguous" else mean
+        detail = next((tile for tile in BLOCKS_M if tile >= rows), BLOCKS_M[-1])
+    return (made.layout, choice.backend, choice.fp8, detail, *map(_kind_of_size, sizes))
+
+
+def _kind_of_size(size: int) -> tuple:
+    """What kernels tell apart in a size: Triton compiles anew for 1 and for multiples of 16, and launchers choose their
+    blocks by powers of two."""
+    return size == 1, size % 16 == 0, size.bit_length(), max(size - 1, 0).bit_length()
 
 
 def jobs_of(layers: Iterable[MoELayer], tokens: Iterable[int], device: torch.device | str, dtype: torch.dtype):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ops.kernels.grouped_gemm import TILES, kind_of
-from moe_ops.meta.gemm_nt_fp8 import matrix_scale_spec
+from moe_ops.meta.grouped_gemm import matrix_scale_spec
 from moe_ops.meta.quantize import row_specs
 from moe_ops.ops.gemm_nt_bf16_fp32 import GEMM_NT_BF16_FP32
 from moe_ops.ops.gemm_nt_fp8 import GEMM_NT_FP8
@@ -51,7 +51,7 @@ def compile_one(arch, product, op, spilled=0, **arguments) -> None:
 def quantised(op, scale_format, M, N, K) -> dict:
     recipe = RECIPES[DENSE[op.name]]
     x, x_scale = (spec.empty("meta") for spec in row_specs(M, K, recipe=recipe, scale_format=scale_format))
-    w_scale = matrix_scale_spec(N, K, recipe, scale_format).empty("meta")
+    w_scale = matrix_scale_spec(N, K, recipe=recipe, scale_format=scale_format).empty("meta")
     return dict(x=x, x_scale=x_scale, w=meta(N, K, dtype=recipe.w_dtype), w_scale=w_scale)
 
 

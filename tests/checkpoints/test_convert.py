@@ -123,6 +123,22 @@ def test_convert_that_fails_leaves_no_prepared_checkpoint(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (dict(layers=[]), "convert: layers must be some of [0], or None for all; got []. Choose from them."),
+        (dict(layers=[1]), "convert: layers must be among [0]; got 1. Choose from them."),
+        (dict(world=0), "convert: world must be at least 1; got 0. It counts the ranks."),
+    ],
+    ids=str,
+)
+def test_convert_of_nothing_is_refused_before_anything_is_written(tmp_path, more, sentence):
+    write_checkpoint(tmp_path / "src", "qwen3_bf16", E=2, K=128, I=128)
+    with pytest.raises(ValueError) as caught:
+        convert(tmp_path / "src", tmp_path / "dst", **more)
+    assert str(caught.value) == sentence and not (tmp_path / "dst").exists()
+
+
 def test_command_line(tmp_path):
     write_checkpoint(tmp_path / "src", "deepseek_v4_mxfp4", layers=3)
     arguments = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--arch", "sm90", "--layers", "0,2-2"]

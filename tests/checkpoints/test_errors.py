@@ -135,6 +135,32 @@ def test_truncated_header(checkpoint):
         )
 
 
+@pytest.mark.parametrize(
+    "header, reason",
+    [
+        (b"{no json", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (b'{"a": {"dtype": "F32", "shape": [1]}}', "KeyError: 'data_offsets'"),
+    ],
+    ids=["no json", "no offsets"],
+)
+def test_damaged_header(checkpoint, header, reason):
+    (checkpoint / SECOND).write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    fails(
+        checkpoint,
+        f"load_moe_weights: {SECOND} must be a file with a header; got one that cannot be read ({reason}). "
+        "Download it again.",
+    )
+
+
+def test_index_without_a_map(checkpoint):
+    edit_json(checkpoint, INDEX, lambda index: index.pop("weight_map"))
+    fails(
+        checkpoint,
+        f"load_moe_weights: {INDEX} must be an object with a weight_map, tensor name to file; got none. "
+        "Download it again.",
+    )
+
+
 @pytest.mark.parametrize("name, shape", [(GATE, (128, 128)), (DOWN_SCALE, (2, 2))])
 def test_wrong_shape(checkpoint, name, shape):
     file = where(checkpoint, name)

@@ -96,6 +96,18 @@ def test_workspace_that_is_too_small_is_refused_in_words_and_grows():
     assert workspace.max_tokens == 500
 
 
+def test_workspace_is_what_it_was_after_a_failure_to_grow(monkeypatch):
+    workspace = moe_ops.share_workspace(model(), max_tokens=8)
+    before = workspace.arena
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: 1 / 0)  # out of memory, say
+        with pytest.raises(ZeroDivisionError):
+            workspace.grow(500)
+    assert workspace.max_tokens == 8 and workspace.arena is before and workspace.outgrown_bytes == 0
+    workspace.grow(500)
+    assert workspace.max_tokens == 500 and workspace.nbytes > before.numel()
+
+
 def test_workspace_of_nothing_is_refused():
     with pytest.raises(ValueError, match="share_workspace: model must be one with MoELayers"):
         moe_ops.share_workspace(nn.Linear(2, 2), max_tokens=8)

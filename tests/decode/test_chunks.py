@@ -72,6 +72,15 @@ def test_chunks_keep_foreign_routes_and_every_option():
     assert relative_error(got, run(case, inputs, weights)) <= 1e-2
 
 
+def test_chunks_fit_an_arena_that_is_smaller_than_the_budget():
+    """Eager calls whose tokens fit the budget and not the arena, as compiled ones."""
+    case = LayerCase("fp8_block", T=300)
+    inputs, weights = case.build()
+    needed = moe_ops.plan(T=300, **SIZES, recipe="fp8_block").total_bytes
+    call = dict(workspace=poisoned(needed // 2), max_workspace_bytes=needed + 256)
+    assert relative_error(run(case, inputs, weights, **call), run(case, inputs, weights)) <= 1e-2
+
+
 @pytest.mark.parametrize("T", [0, 1])
 def test_chunks_of_no_tokens_and_of_one(T):
     case = LayerCase("fp8_block", T=T)

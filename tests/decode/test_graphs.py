@@ -58,6 +58,8 @@ def test_graphs_refusals(layer):
         decode(hidden(5))
     with pytest.raises(ValueError, match="tokens must be between 1"):
         decode(hidden(0))
+    with pytest.raises(ValueError, match=r"tensor 0 must be of shape \(tokens, ...\) = \(0, 256\); got \(\)"):
+        decode(torch.tensor(1.0))
     with pytest.raises(ValueError, match="tensor 0 must be of shape"):
         decode(hidden(2)[:, :-1])
     with pytest.raises(ValueError, match="mode must be eager off a CUDA card; got 'graph'"):

@@ -63,7 +63,7 @@ def test_report_says_what_was_taken_and_why(capsys):
     run(layout="masked")
     auto, masked = moe_ops.report()
     assert (auto.tokens, auto.layout, auto.backend) == ((9, 30), "contiguous", "reference")
-    assert (masked.layout, masked.why) == ("masked", "As asked.")
+    assert (masked.layout, masked.backend, masked.why) == ("masked", "reference", "As asked.")
     printed = capsys.readouterr().out
     assert "T=9..30 (2 counts): contiguous, GEMMs by reference. First row of the table" in printed
 

@@ -39,7 +39,8 @@ CASES += [
     for recipe, scale in FUSED_FORMS
     for layout in FUSED
 ]
-CASES += [LayerCase("fp8_block", T=T, distribution=kind) for T in (0, 1, 6) for kind in ("foreign", "repeated")]
+CASES += [LayerCase("fp8_block", T=T, distribution="foreign") for T in (0, 1, 6)]
+CASES += [LayerCase("fp8_block", T=6, distribution="repeated")]
 CASES += [
     LayerCase("mxfp4", T=4, distribution="one_expert", attributes=dict(swiglu_limit=1.5)),
     LayerCase("bf16", T=4, K=80, I=48, attributes=dict(gemm1_alpha=1.702, gemm1_clamp_limit=2.0)),
@@ -60,10 +61,10 @@ def test_layer_reads_nothing_it_did_not_write(layout):
     case = LayerCase("fp8_block", layout=layout, T=4, distribution="foreign")
     inputs, weights = case.build()
     sizes = dict(T=4, E=case.E, K=case.K, I=case.I, top_k=case.top_k, recipe=case.recipe, layout=layout)
-    want = case.run(inputs, weights, backend="triton")
-    for pattern in PATTERNS:
-        workspace = poisoned(plan(**sizes).total_bytes, pattern)
-        assert_bits_equal(case.run(inputs, weights, backend="triton", workspace=workspace), want)
+    arenas = [poisoned(plan(**sizes).total_bytes, pattern) for pattern in PATTERNS]
+    want, *others = (case.run(inputs, weights, backend="triton", workspace=arena) for arena in arenas)
+    for got in others:
+        assert_bits_equal(got, want)
 
 
 def test_layer_of_a_rank_in_the_middle():

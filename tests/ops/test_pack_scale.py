@@ -140,6 +140,7 @@ VALUE_ERRORS = {
     "scale must be of 2 or 3 axes; got (4,). Flatten or unsqueeze it.": dict(scale=ONES[0]),
     f"scale_format must be one of fp32, ue8m0; got 'none'. {ONE_OF}": dict(scale_format="none"),
     "rows_per_scale must be at least 1; got 0. 1 means a scale per row.": dict(rows_per_scale=0),
+    "scale must be of at least one group; got (4, 0). Skip the call.": dict(scale=ONES[:, :0]),
     ROWS.format(5, 1): dict(mn=5),
     ROWS.format(513, 128): dict(mn=513, rows_per_scale=128),
     f"backend must be one of {', '.join(BACKENDS)}; got 'cuda'. {ONE_OF}": dict(backend="cuda"),

@@ -285,6 +285,10 @@ def test_quantize_explains_itself_about_workspaces(says):
     rule = "workspace must be at an address divisible by 64; got remainder 1. Pass a tensor of its own, not a slice."
     with says(ValueError, f"quantize_ws: {rule}"):
         run(slice_, X)
+    ws = torch.zeros(4096, dtype=torch.uint8)
+    rule = "workspace must be apart from every input; got an overlap with one. Give the workspace memory of its own."
+    with says(ValueError, f"quantize_ws: {rule}"):
+        run(ws, ws[:1024].view(torch.float32).view(2, 128))
 
 
 def test_quantize_explains_itself_about_gradients(refuses_gradients):
