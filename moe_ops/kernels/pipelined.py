@@ -210,7 +210,7 @@ def _store(
     gl.store(ptrs, values, mask=gl.expand_dims(slot < valid, 1) & gl.expand_dims(column < columns, 0))
 
 
-# Grid (multiprocessors,), or less for little work.
+# Grid (multiprocessors,).
 @gluon.jit
 def _pipelined_kernel(
     x_ptr, x_desc, x_scale_ptr, stride_xg,

@@ -6,6 +6,7 @@ times that it takes at other token counts; how far off they are is printed, and 
 knows nothing of the quantising, sorting and adding up around it, nor of processes that share cores.
 """
 
+import argparse
 import time
 from dataclasses import replace
 
@@ -110,7 +111,11 @@ def _best(call, repeats: int = 9) -> float:
     return sorted(times)[repeats // 2]
 
 
-def main(repeats: int = 15) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code: 1 if bytes, memory or results differ."""
+    parser = argparse.ArgumentParser(prog="python -m moe_ops.simulate.check", description="Predictions against runs.")
+    parser.add_argument("--repeats", type=int, default=15, help="readings of each exchange")
+    repeats = parser.parse_args(arguments).repeats
     pool, wrong = RankPool((RANKS,)), []
     try:
         links = measured_links(pool, repeats)

@@ -223,7 +223,7 @@ def post_permute_cases(large: bool = False) -> Iterator[KernelCase]:
         calls = [
             (5, 64, 1100, 3, *rest) for rest in product(MODES, (bf16, fp32), (None,), (False, True), (False, True))
         ]
-        calls += [(T, 64, 64, 32, "sum", bf16, fp32, True, False, True) for T in (0, 1, 64)]
+        calls += [(T, 64, 64, top_k, "sum", bf16, fp32, True, False, True) for T, top_k in ((0, 32), (1, 32), (64, 3))]
     for call in calls:
         name = "-".join(str(part).removeprefix("torch.") for part in call)
         arguments: tuple = call

@@ -84,7 +84,7 @@ def test_a_k_that_is_loaded_value_by_value_compiles(arch):
 
 @each_arch
 def test_routers_compile_as_meant(arch):
-    for M in (1, 60, 4096):
+    for M in (1, 4096):  # both tiles; a ragged M is compiled above
         compile_one(arch, BF16[arch], GEMM_NT_BF16_FP32, x=meta(M, 7168), w=meta(256, 7168))
 
 

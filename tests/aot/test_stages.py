@@ -54,23 +54,21 @@ def test_quantize(granularity, dtype, arch):
 
 
 @each_arch
-@each_form
-def test_pre_permute(recipe, scale_format, arch):
-    """A few routes in two launches, many in three."""
-
-    def arguments(T):
-        sizes = dict(num_local_experts=128, expert_start=0, recipe=recipe, scale_format=scale_format)
-        return dict(hidden_states=meta(T, 2048), topk_ids=ints(T, 8), **sizes)
-
-    names = check(arch, *((op, arguments(T)) for T in (64, 4096) for op in (PRE_CONTIGUOUS, PRE_MASKED)))
+def test_pre_permute(arch):
+    """A few routes in two launches, many in three. The forms share the routing: in one test, it is compiled once."""
     few, many = ["_route_kernel", "_scatter_kernel"], ["_count_kernel", "_place_kernel", "_scatter_kernel"]
-    assert names == few * 2 + many * 2
+    for recipe, scale_format in FORMS:
+        form = dict(num_local_experts=128, expert_start=0, recipe=recipe, scale_format=scale_format)
+        for T, kernels in ((64, few), (4096, many)):
+            arguments = dict(hidden_states=meta(T, 2048), topk_ids=ints(T, 8), **form)
+            assert check(arch, (PRE_CONTIGUOUS, arguments), (PRE_MASKED, arguments)) == kernels * 2
 
 
 @each_arch
-@pytest.mark.parametrize("E, top_k", [(8, 2), (1024, 32)])
-def test_pre_permute_sizes(E, top_k, arch):
-    for T in (1, 8192):
+@pytest.mark.parametrize("E, top_k, tokens", [(8, 2, (1,)), (1024, 32, (1, 8192))])
+def test_pre_permute_sizes(E, top_k, tokens, arch):
+    """The routing of many tokens to few experts lies between the largest here and test_sizes_of_one."""
+    for T in tokens:
         arguments = dict(num_local_experts=E, expert_start=0, recipe="fp8_block", scale_format="fp32")
         tensors = dict(hidden_states=meta(T, 7168), topk_ids=ints(T, top_k, dtype=torch.int64))
         check(arch, (PRE_CONTIGUOUS, tensors | arguments))
@@ -99,9 +97,9 @@ def test_silu_and_quant(formula, recipe, scale_format, arch):
 
 
 @each_arch
-@pytest.mark.parametrize("top_k", [1, 8, 32])
-@pytest.mark.parametrize("mode", ["sum", "routewise"])
+@pytest.mark.parametrize("mode, top_k", [("sum", 1), ("sum", 8), ("routewise", 8), ("sum", 32)])
 def test_post_permute(mode, top_k, arch):
+    """top_k unrolls the loop: one route and 32 differ from eight in length alone."""
     def arguments(T, **more):
         given = dict(topk_weights=meta(T, top_k, dtype=torch.float32), topk_ids=None, bias=None, dtype=None)
         common = dict(rows=meta(8, 256, 2048), src2dst=ints(T, top_k), expert_start=0, routed_scaling_factor=2.5)

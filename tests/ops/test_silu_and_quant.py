@@ -121,6 +121,8 @@ def test_silu_and_quant_meets_its_contract(recipe, scale_format, layout, counts,
         dict(recipe=recipe, scale_format=scale_format),
     )
     meets_contract(op, (act, scale), gateup, rows, **form, swiglu_limit=2.0, bias=torch.randn(len(counts), 1280))
+    if not any(counts):
+        return  # the workspace form knows no counts before it runs
     space = filled(arena, 0xFF, layout, counts, **form)[0]
     call = (None, "silu", None, 1.702, None)
     meets_contract(torch.ops.moe.silu_and_quant_ws.default, (), *call, **space.sizes, ws=space.ws)
