@@ -78,9 +78,9 @@ def choose(op: str, layer: Layer, backend: str, device: torch.device | str) -> C
 
     device: where the tensors are, or a name in arch.ARCHS, whose deep_gemm is then taken to be installed.
     """
-    if backend == "auto":
-        backend = env.backend() or "auto"
-    check.one_of(op, "backend", backend, backends.BACKENDS)
+    forced = env.backend() if backend == "auto" else None
+    backend = forced or backend
+    check.one_of(op, "MOE_OPS_BACKEND" if forced else "backend", backend, backends.BACKENDS)
     if layer.layout != "auto":
         check.one_of(op, "layout", layer.layout, LAYOUTS)
         reason = _why_not_layout(layer.layout, layer)

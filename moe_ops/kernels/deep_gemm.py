@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -74,13 +74,14 @@ def probe() -> Probe:
     if not torch.cuda.is_available():
         return Probe(False, version, "deep_gemm needs a CUDA card, and torch sees none.")
     card = "".join(map(str, arch.capability()))
-    kept = env.cache_dir() / f"deep_gemm-{version}-torch-{torch.__version__}-sm{card}.json"
+    name = f"deep_gemm-{version}-torch-{torch.__version__}-sm{card}.json"
     try:
-        return Probe(**json.loads(kept.read_text()))
+        return Probe(**json.loads((env.cache_dir() / name).read_text()))
     except (OSError, ValueError, TypeError):  # not there yet, or not what this version wrote: try again
         result = try_out(version)
-        kept.write_text(json.dumps(asdict(result)))
-        return result
+    with suppress(OSError):  # where nothing can be kept, the next process tries again
+        (env.cache_dir() / name).write_text(json.dumps(asdict(result)))
+    return result
 
 
 def try_out(version: str) -> Probe:

@@ -100,6 +100,7 @@ def test_silu_and_quant(formula, recipe, scale_format, arch):
 @pytest.mark.parametrize("mode, top_k", [("sum", 1), ("sum", 8), ("routewise", 8), ("sum", 32)])
 def test_post_permute(mode, top_k, arch):
     """top_k unrolls the loop: one route and 32 differ from eight in length alone."""
+
     def arguments(T, **more):
         given = dict(topk_weights=meta(T, top_k, dtype=torch.float32), topk_ids=None, bias=None, dtype=None)
         common = dict(rows=meta(8, 256, 2048), src2dst=ints(T, top_k), expert_start=0, routed_scaling_factor=2.5)

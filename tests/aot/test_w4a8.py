@@ -78,7 +78,9 @@ def check(kernel: Compiled) -> None:
 
 CASES = [(gated, name, block_m, MANY) for gated in (True, False) for name in REPACKED for block_m in (16, 32, 64)]
 # Few programs: sm90_row is sm90_block but for its factor, which it applies behind the loop.
-CASES += [(True, name, 64, FEW) for name in REPACKED if name != "sm90_row"] + [(gated, "sm90_group", 16, FEW) for gated in (True, False)]
+CASES += [(True, name, 64, FEW) for name in REPACKED if name != "sm90_row"] + [
+    (gated, "sm90_group", 16, FEW) for gated in (True, False)
+]
 
 
 @pytest.mark.parametrize("gated, weight_format, block_m, E", CASES, ids=str)
