@@ -116,10 +116,8 @@ def test_silu_and_quant_meets_its_contract(recipe, scale_format, layout, counts,
         width, dtype = (G, torch.float32) if scale_format == "fp32" else (-(-G // 4), torch.int32)
         scale = ((*batch, M, width), dtype, (*(M * width for _ in batch), 1, M))  # M is a multiple of 4 here
     act = ((*batch, M, 640), RECIPES[recipe].x_dtype, (*(M * 640 for _ in batch), 640, 1))
-    op, form = (
-        getattr(torch.ops.moe, f"silu_and_quant_{layout}").default,
-        dict(recipe=recipe, scale_format=scale_format),
-    )
+    form = dict(recipe=recipe, scale_format=scale_format)
+    op = getattr(torch.ops.moe, f"silu_and_quant_{layout}").default
     meets_contract(op, (act, scale), gateup, rows, **form, swiglu_limit=2.0, bias=torch.randn(len(counts), 1280))
     if not any(counts):
         return  # the workspace form knows no counts before it runs
