@@ -24,6 +24,7 @@ class PeerRow:
     us: float | None = None
     p20: float | None = None
     p80: float | None = None
+    burst_us: float | None = None
     error: float | None = None
     """As of this package's rows; no peer is held to a bound."""
     reason: str | None = None
@@ -43,8 +44,8 @@ def time_peer(kind: type[Peer], case: Case, effort: Effort) -> PeerRow:
         with torch.no_grad():
             peer.prepare()
             recording = recorded(peer.run, case.device)
-            times = recording.times(effort)
+            times, burst = recording.times(effort), recording.burst(effort)
             error = relative_error(case.of_checked(peer.finish(recording.result)), case.expected)
-        return PeerRow(*head, times.us, times.p20, times.p80, error)
+        return PeerRow(*head, times.us, times.p20, times.p80, None if burst is None else burst.us, error)
     except Exception as error:  # another library may raise anything
         return PeerRow(*head, reason=one_line(error))

@@ -32,6 +32,8 @@ class Row:
     us: float
     p20: float
     p80: float
+    burst_us: float | None
+    """Of the first replays after a pause. None: not on a card."""
     cold_us: float | None
     """With nothing of the layer in the L2 cache. None: not measured."""
     triton_us: float | None
@@ -91,6 +93,7 @@ def time_layer(
     notes: list[str] = []
     recording = recorded(lambda: case.run(backend, layout), case.device)
     times = recording.times(effort)
+    burst = recording.burst(effort)
     cold = _column("cold", notes, recording.cold, effort) if columns else None
     profiled = _column("kernels", notes, recording.kernels) if kernels else None
     del recording
@@ -106,6 +109,7 @@ def time_layer(
         times.us,
         times.p20,
         times.p80,
+        None if burst is None else burst.us,
         None if cold is None else cold.us,
         None if triton is None else triton.us,
         None if rates is None else case.floor_us(rates),

@@ -71,7 +71,8 @@ class Report:
             self.say(f"{head} -  {row.reason}")
         else:
             what = "" if row.whole else "  its GEMMs alone"
-            self.say(f"{head} {row.us:9.1f} [{row.p20:.1f}, {row.p80:.1f}]  error {row.error:.4f}{what}")
+            times = f"{row.us:9.1f} [{row.p20:.1f}, {row.p80:.1f}] {_us(row.burst_us):>9}"
+            self.say(f"{head} {times}  error {row.error:.4f}{what}")
         self.write()
 
     def fail(self, what: str) -> None:
@@ -100,7 +101,7 @@ class Report:
 
 _HEAD = (
     f"{'shape':16} {'T':>6} {'recipe':14} {'routing':10} {'layout':11} {'backend':10} {'us':>9} {'[p20, p80]':>18} "
-    f"{'cold':>9} {'triton':>9} {'floor':>8} {'share':>5} {'error':>7}  MiB"
+    f"{'burst':>9} {'cold':>9} {'triton':>9} {'floor':>8} {'share':>5} {'error':>7}  MiB"
 )
 
 
@@ -109,7 +110,8 @@ def line(row: Row) -> str:
     head = f"{row.shape:16} {row.T:6} {row.recipe:14} {row.routing:10} {row.layout:11} {row.backend:10}"
     share = "-" if row.floor_us is None else f"{row.floor_us / row.us:.0%}"
     spread = f"[{row.p20:.1f}, {row.p80:.1f}]"
-    columns = f"{_us(row.cold_us):>9} {_us(row.triton_us):>9} {_us(row.floor_us):>8} {share:>5} {row.error:7.4f}"
+    times = " ".join(f"{_us(time):>9}" for time in (row.burst_us, row.cold_us, row.triton_us))
+    columns = f"{times} {_us(row.floor_us):>8} {share:>5} {row.error:7.4f}"
     memory = f"{row.plan_mib:.1f}" if row.peak_mib is None else f"{row.peak_mib:.1f} of {row.plan_mib:.1f}"
     more = "" if row.equal_work is None else f"  {row.equal_work:.2f} x uniform at equal work"
     notes = "".join(f"\n{'':8}{note}" for note in row.notes)

@@ -27,9 +27,9 @@ def _against_peers(shape: str, rows: list[dict], peers: list[dict]) -> str:
         here = [p for p in peers if (p["shape"], p["T"]) == (shape, row["T"]) and p["us"] is not None]
         bare = [p for p in here if not p["whole"]]
         whole = [p for p in here if p["whole"] and p["recipe"] == _MAIN]
-        times = [_us(row["us"]), _us(row.get("triton_us")), _us(row.get("cold_us"))]
+        times = [_us(row["us"]), *(_us(row.get(name)) for name in ("burst_us", "triton_us", "cold_us"))]
         lines.append([row["T"], *times, _best(whole), _best(bare), *_floor(row), f"{row['error']:.4f}"])
-    names = ("us", "Triton only", "cold", "best peer's layer", "bare GEMMs", "floor", "share", "error")
+    names = ("us", "burst", "Triton only", "cold", "best peer's layer", "bare GEMMs", "floor", "share", "error")
     return _table(f"{shape}, {_MAIN}", ("T", *names), lines)
 
 
@@ -57,7 +57,10 @@ def _skew(rows: list[dict]) -> str:
 
 def _best(peers: list[dict]) -> str:
     best = min(peers, key=lambda peer: peer["us"], default=None)
-    return "-" if best is None else f"{_us(best['us'])} ({best['peer']})"
+    if best is None:
+        return "-"
+    burst = "" if best.get("burst_us") is None else f" / {_us(best['burst_us'])}"
+    return f"{_us(best['us'])}{burst} ({best['peer']})"
 
 
 def _floor(row: dict) -> tuple[str, str]:

@@ -33,6 +33,8 @@ class Effort:
     """Seconds of replays: before that, a card's clocks are still those of idleness or of the first burst."""
     least: int = 20
     most: int = 200
+    pause: float = 0.3
+    """Seconds of idleness before a burst: what a card that draws its limit of power needs to take full clocks again."""
     seconds: float = 0.02
     """Short graphs are read more often than `least`: until so much of them has run."""
 
@@ -61,6 +63,12 @@ class Graph:
     def times(self, effort: Effort) -> Times:
         """Weights and activations are where the replay before left them."""
         return Times.of(self._readings(effort.readings(self._warm_up(effort))))
+
+    def burst(self, effort: Effort) -> Times | None:
+        """The first replays after a pause, at the clocks that a card takes before it reaches its limit of power."""
+        torch.cuda.synchronize()
+        time.sleep(effort.pause)
+        return Times.of(self._readings(effort.least))
 
     def cold(self, effort: Effort) -> Times | None:
         """The L2 holds nothing of the layer: each replay comes after a write longer than it."""
@@ -128,6 +136,9 @@ class Calls:
             self._run()
             readings.append(1e6 * (time.perf_counter() - before))
         return Times.of(readings)
+
+    def burst(self, effort: Effort) -> Times | None:
+        return None
 
     def cold(self, effort: Effort) -> Times | None:
         return None
