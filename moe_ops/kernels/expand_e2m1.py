@@ -7,9 +7,9 @@ What holds the speed, and what tests/aot checks: no operand may come from anythi
 would otherwise expand in another register layout and go through shared memory on the way to the tensor core.
 """
 
-import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import jit
 from moe_ops.weight_format import SPAN
 
 SHIFTED_UNIT = tl.constexpr(2.0**6)
@@ -19,13 +19,13 @@ INDEXED_UNIT = tl.constexpr(2.0 ** (5 - SPAN))
 
 
 # 2^(byte - 127) of the exponent in bits 23 to 30, wherever a shift has put it. Byte 0 gives 0; there is no 255.
-@triton.jit
+@jit
 def power(bits):
     return (bits & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 # Eight codes a word -> their numbers times 2^-6: (columns 0 to 31, columns 32 to 63) in e4m3. Only bits move.
-@triton.jit
+@jit
 def expand_shifted(codes):
     first, second = tl.inline_asm_elementwise(
         """{
@@ -47,7 +47,7 @@ def expand_shifted(codes):
 
 # The same by tables: bytes 0 to 3 and 4 to 7 of one table serve columns 0 to 31, those of another columns 32 to 63.
 # A table is one value a row, which reaches the instructions as four equal registers, $3 to $6 and so on.
-@triton.jit
+@jit
 def _look_up(codes, low_0, high_0, low_1, high_1):
     first, second = tl.inline_asm_elementwise(
         """{
@@ -71,7 +71,7 @@ def _look_up(codes, low_0, high_0, low_1, high_1):
 
 # Codes whose groups have exponents `first` and `second` in 0 to SPAN -> numbers times 2^(exponent - 5). A table is that
 # of 2^-5 (e4m3 bytes 00 08 10 14, 18 1C 20 24) with the exponent added to every byte but that of zero.
-@triton.jit
+@jit
 def expand_indexed(codes, first, second):
     low_0, high_0 = first * 0x08080800 + 0x14100800, first * 0x08080808 + 0x24201C18
     low_1, high_1 = second * 0x08080800 + 0x14100800, second * 0x08080808 + 0x24201C18

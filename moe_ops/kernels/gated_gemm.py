@@ -27,7 +27,7 @@ from moe_ops.kernels.gathered_parts import (
     walk,
     weight_scale,
 )
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, jit, pdl
 from moe_ops.kernels.silu_and_quant import formula_of, gated
 from moe_ops.recipes import get_recipe
 from moe_ops.weight_format import FORMATS
@@ -96,7 +96,7 @@ def gated_tile(arch: str, kind: str, block_m: int) -> GatedTile:
 
 # BLOCK_M rows, a part of a row tile, times 128 gate and 128 up columns of its expert.
 # Grid (row tiles * PARTS * column blocks,).
-@triton.jit
+@jit
 def _gated_gemm_gathered_kernel(
     x_ptr, x_scale_ptr, stride_xg,
     w_desc,
@@ -185,7 +185,7 @@ def _gated_gemm_gathered_kernel(
 
 
 # BLOCK_N gate columns and their up columns of one route; float32. Grid (routes * column blocks,).
-@triton.jit
+@jit
 def _gated_gemm_direct_kernel(
     x_ptr, stride_xt, stride_xk,
     ids_ptr, stride_it, stride_ij,

@@ -1,9 +1,9 @@
 """What the kernels of the gathered and direct layouts have in common."""
 
 import torch
-import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import jit
 from moe_ops.kernels.numeric import divided, exponent_value, finite_magnitude, group_scale, to_e4m3
 from moe_ops.recipes import Recipe
 
@@ -11,7 +11,7 @@ _COLUMNS = tl.constexpr(128)  # of a block: one group of the activation
 
 
 # The row tile and the column block of an item of work: GROUP row tiles, then the next columns.
-@triton.jit
+@jit
 def walk(item, tiles, columns, GROUP: tl.constexpr):
     above = item // (GROUP * columns) * GROUP
     height = tl.minimum(tiles - above, GROUP)
@@ -20,7 +20,7 @@ def walk(item, tiles, columns, GROUP: tl.constexpr):
 
 
 # Scales of `index` rows in step `step` of 128 columns, as float32: stored so, or byte step % 4 of word step // 4.
-@triton.jit
+@jit
 def step_scale(scale_ptr, stride_sg, index, step, PACKED: tl.constexpr):
     if PACKED:
         word = tl.load(scale_ptr + step // 4 * stride_sg + index)
@@ -31,7 +31,7 @@ def step_scale(scale_ptr, stride_sg, index, step, PACKED: tl.constexpr):
 
 # One group of the activation, quantised along AXIS, with its scale of every row stored MN-major. The program of the
 # last group also zeroes the bytes behind it.
-@triton.jit
+@jit
 def store_group(
     act_ptr, scale_ptr, stride_sg, act, row, live, block, blocks, I,
     AXIS: tl.constexpr, QUANTISED: tl.constexpr, UE8M0: tl.constexpr,
@@ -57,7 +57,7 @@ def store_group(
 
 
 # The groups of one row of float32 as the columns of an operand, and their scales: (128, GROUPS) e4m3, (GROUPS,).
-@triton.jit
+@jit
 def row_operand(row_ptr, stride, size, GROUPS: tl.constexpr, UE8M0: tl.constexpr):
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]

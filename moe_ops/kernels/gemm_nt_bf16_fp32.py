@@ -5,6 +5,7 @@ import triton.language as tl
 
 from moe_ops import arch
 from moe_ops.kernels.grouped_gemm import choose_tile
+from moe_ops.kernels.launch import jit
 from moe_ops.kernels.split import add_up, choose_splits, partial
 
 _MOST_ROWS = 64
@@ -12,7 +13,7 @@ _MOST_ROWS = 64
 
 
 # The float32 product of one tile over one range of K. SWAP: see grouped_gemm. Grid (row tiles, column tiles, ranges).
-@triton.jit
+@jit
 def _gemm_nt_bf16_fp32_kernel(
     x_ptr, w_ptr, out_ptr,
     M, N, K,

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from moe_ops import arch
 from moe_ops.kernels.grouped_gemm import _tile, choose_tile, kind_of
+from moe_ops.kernels.launch import jit
 from moe_ops.recipes import DENSE, RECIPES
 
 _GROUP = 8  # row tiles
@@ -13,7 +14,7 @@ _GROUP = 8  # row tiles
 
 # One tile. Tiles run down GROUP row tiles before they move to the next columns, so that neighbours share weights in L2.
 # Grid (row tiles * column tiles,).
-@triton.jit
+@jit
 def _gemm_nt_kernel(
     x_ptr, x_scale_ptr, stride_xg,
     w_ptr, w_scale_ptr, stride_wg,

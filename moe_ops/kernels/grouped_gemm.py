@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.arch import arch_of
+from moe_ops.kernels.launch import jit
 from moe_ops.kernels.numeric import exponent_value
 from moe_ops.recipes import Recipe, get_recipe
 from moe_ops.rows import BLOCK
@@ -86,14 +87,14 @@ def choose_tile(arch: str, kind: str, mean_rows: int) -> Tile:
 
 
 # The UE8M0 bytes of group `step` of each row as float32: byte step % 4 of word step // 4.
-@triton.jit
+@jit
 def _packed_scale(scale_ptr, stride_sg, index, step):
     word = tl.load(scale_ptr + step // 4 * stride_sg + index)
     return exponent_value((word >> (step % 4 * 8)) & 0xFF)
 
 
 # (rows, 4) exponents of the 32-column groups of 128 columns: the four bytes of a word, or one byte for all of them.
-@triton.jit
+@jit
 def _exponents(scale_ptr, stride_sg, index, step, GROUP: tl.constexpr, ROWS: tl.constexpr):
     if GROUP == 32:
         word = tl.load(scale_ptr + step * stride_sg + index)
@@ -105,7 +106,7 @@ def _exponents(scale_ptr, stride_sg, index, step, GROUP: tl.constexpr, ROWS: tl.
 
 
 # BLOCK_M rows times BLOCK_N columns of one expert. Pointers are those of the rows' slab and of the expert's weight.
-@triton.jit
+@jit
 def _tile(
     x_ptr, x_scale_ptr, stride_xg,
     w_ptr, w_scale_ptr, stride_wg,
@@ -162,7 +163,7 @@ def _tile(
 # One tile; rows come in blocks of one expert each, and a tile whose first row has no expert has no rows at all.
 # Tiles run down GROUP row tiles before they move to the next columns, so that neighbours share weights in L2.
 # Grid (row tiles * column tiles,).
-@triton.jit
+@jit
 def _grouped_gemm_contiguous_kernel(
     x_ptr, x_scale_ptr, stride_xg,
     w_ptr, stride_we,
@@ -191,7 +192,7 @@ def _grouped_gemm_contiguous_kernel(
 
 # The row tiles of one slab, those of other workers left out; an empty slab ends at once. LOOP: there are fewer workers
 # than row tiles. Grid (column tiles, workers, experts).
-@triton.jit
+@jit
 def _grouped_gemm_masked_kernel(
     x_ptr, stride_xe,
     x_scale_ptr, stride_xs, stride_xg,

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_ops.kernels import pipelined, w4a8
 from moe_ops.kernels.gathered_parts import kind_of, row_operand, scale_and_stride, step_scale, walk, weight_scale
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl
 from moe_ops.recipes import get_recipe
 from moe_ops.weight_format import FORMATS
 
@@ -37,7 +37,7 @@ ROW_TILES = {
 
 
 # BLOCK_M rows, a part of a row tile, times 128 columns of its expert. Grid (row tiles * PARTS * column blocks,).
-@triton.jit
+@jit
 def _grouped_gemm_gathered_kernel(
     x_ptr, x_scale_ptr, stride_xg,
     w_desc,
@@ -106,7 +106,7 @@ def _grouped_gemm_gathered_kernel(
 
 
 # BLOCK_N columns of one route; its row of float32 is quantised by each program. Grid (routes * column blocks,).
-@triton.jit
+@jit
 def _grouped_gemm_direct_kernel(
     x_ptr,
     ids_ptr, stride_it, stride_ij,

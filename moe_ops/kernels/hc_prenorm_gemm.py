@@ -7,6 +7,7 @@ to their float32 sums: 16 bits of fn's mantissa for the time of one tf32 product
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import jit
 from moe_ops.kernels.split import add_up, choose_splits, partial
 from moe_ops.recipes import SPLIT_BLOCK
 
@@ -15,7 +16,7 @@ _ROWS, _MOST_COLUMNS = 64, 64
 
 # BLOCK_M rows of one range of K times BLOCK_N rows of fn; the first column tile adds up the squares as well.
 # Grid (row tiles, column tiles, ranges).
-@triton.jit
+@jit
 def _hc_prenorm_gemm_kernel(
     x_ptr, fn_ptr, out_ptr, sqr_sum_ptr,
     M, N, K,

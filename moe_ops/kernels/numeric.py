@@ -1,17 +1,18 @@
 """What several Triton kernels compute alike: smooth functions in float32, UE8M0 exponents, quantisation of a tile."""
 
-import triton
 import triton.language as tl
+
+from moe_ops.kernels.launch import jit
 
 INF = tl.constexpr(float("inf"))
 
 
-@triton.jit
+@jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@jit
 def tanh(x):
     """Within a few float32 steps: a polynomial near 0, where the closed form cancels."""
     square = x * x
@@ -20,7 +21,7 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.15, near, tl.where(x < 0.0, -far, far))
 
 
-@triton.jit
+@jit
 def softplus(x):
     """max(x, 0) + log1p(exp(-|x|)), with log1p(e) = 2 atanh(e / (2 + e)) as a series: log loses small e."""
     e = tl.exp(-tl.abs(x))
@@ -31,7 +32,7 @@ def softplus(x):
     return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
-@triton.jit
+@jit
 def exponent_byte(scale):
     """The UE8M0 byte of positive float32 scales, rounded up to a power of two: int32."""
     bits = scale.to(tl.int32, bitcast=True)
@@ -39,28 +40,28 @@ def exponent_byte(scale):
     return tl.minimum(tl.maximum(byte, 1), 254)
 
 
-@triton.jit
+@jit
 def exponent_value(byte):
     """2^(byte - 127) as float32 of UE8M0 bytes in int32. 0 is a subnormal, 255 is NaN."""
     bits = tl.maximum(byte << 23, 0x400000)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def pack_words(byte):
     """(A, 4) exponent bytes in int32 -> (A,) words, byte b in bits 8b to 8b + 7."""
     shift = tl.arange(0, 4) * 8
     return tl.sum(byte << shift[None, :], 1)
 
 
-@triton.jit
+@jit
 def finite_magnitude(x):
     """|x|, 0 where x is not finite: one NaN or infinity does not spoil the scale of its neighbours."""
     magnitude = tl.abs(x)
     return tl.where(magnitude < INF, magnitude, 0.0)
 
 
-@triton.jit
+@jit
 def group_scale(amax, E2M1: tl.constexpr, UE8M0: tl.constexpr):
     """The float32 scale of values up to amax, for ue8m0 a power of two, and its exponent byte."""
     top: tl.constexpr = 1.0 / 6.0 if E2M1 else 1.0 / 448.0
@@ -71,7 +72,7 @@ def group_scale(amax, E2M1: tl.constexpr, UE8M0: tl.constexpr):
     return scale, byte
 
 
-@triton.jit
+@jit
 def divided(x, scale, byte, UE8M0: tl.constexpr):
     """x / scale, correctly rounded. A power of two divides exactly by its reciprocal.
 
@@ -87,13 +88,13 @@ def divided(x, scale, byte, UE8M0: tl.constexpr):
         return tl.fma(tl.fma(quotient, scale, -x), -reciprocal, quotient)
 
 
-@triton.jit
+@jit
 def to_e4m3(x):
     """Nearest even, saturating; what is not finite becomes NaN."""
     return tl.where(tl.abs(x) < INF, x, float("nan")).to(tl.float8e4nv)
 
 
-@triton.jit
+@jit
 def quantize_groups(x, UE8M0: tl.constexpr):
     """float32 (A, B, GROUP) -> e4m3 values of its shape, (A, B) float32 scales and their exponent bytes."""
     scale, byte = group_scale(tl.max(finite_magnitude(x), 2), False, UE8M0)

@@ -4,11 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import jit
 from moe_ops.kernels.numeric import exponent_byte, pack_words
 
 
 # BLOCK_M rows times four groups of one batch entry, MN-major. Grid (row blocks, groups / 4, batch).
-@triton.jit
+@jit
 def _pack_scale_kernel(
     scale_ptr, stride_sb, stride_sm, stride_sg,
     out_ptr, stride_ob, stride_og,

@@ -39,16 +39,21 @@ _STORE_BF16 = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
-_walk = gluon.jit(gathered_parts.walk.fn)
-_gated = gluon.jit(activations.gated.fn)
-_finite_magnitude = gluon.jit(numeric.finite_magnitude.fn)
-_group_scale = gluon.jit(numeric.group_scale.fn)
-_divided = gluon.jit(numeric.divided.fn)
-_to_e4m3 = gluon.jit(numeric.to_e4m3.fn)
+
+def _jit(function):
+    return launch.keyed(gluon.jit(function))
+
+
+_walk = _jit(gathered_parts.walk.fn)
+_gated = _jit(activations.gated.fn)
+_finite_magnitude = _jit(numeric.finite_magnitude.fn)
+_group_scale = _jit(numeric.group_scale.fn)
+_divided = _jit(numeric.divided.fn)
+_to_e4m3 = _jit(numeric.to_e4m3.fn)
 
 
 # First weight rows of an item's two blocks.
-@gluon.jit
+@_jit
 def _weight_rows(expert, block, N: gl.constexpr, GATED: gl.constexpr):
     if GATED:
         return expert * N + block * _SIDE, expert * N + N // 2 + block * _SIDE
@@ -58,7 +63,7 @@ def _weight_rows(expert, block, N: gl.constexpr, GATED: gl.constexpr):
 
 # Four warps: step by step, both weight blocks and the tile's rows of x. GEMM1's rows are gathered from the tokens;
 # GEMM2's lie one behind the other, and those behind the tile's end belong to others and are not used.
-@gluon.jit
+@_jit
 def _bring(
     x_ptr, x_desc, w_desc, row_token_ptr, tiles_ptr, x_parts, w_parts, full, empty, tiles,
     N: gl.constexpr, K: gl.constexpr, BLOCKS: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr,
@@ -99,19 +104,19 @@ def _bring(
 
 # The sum is taken before the next product starts: the compiler would rather take it afterwards, but two products and
 # two sums are more than the registers hold.
-@gluon.jit
+@_jit
 def _now(values):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=gl.float32, is_pure=False, pack=1)
 
 
 # A value a column, read by one thread each, as a row of the products' layout.
-@gluon.jit
+@_jit
 def _columns(values):
     return gl.expand_dims(gl.convert_layout(values.to(gl.float32), gl.SliceLayout(0, _PRODUCT)), 0)
 
 
 # Four warps: 64 rows of every tile, from row HALF * 64 on.
-@gluon.jit
+@_jit
 def _multiply(
     x_scale_ptr, stride_xg, w_scale_ptr, stride_se, row_token_ptr, tiles_ptr,
     bias_ptr, stride_be, stride_bn, out_ptr, out_scale_ptr, stride_og,
@@ -198,7 +203,7 @@ def _multiply(
 
 
 # 64 rows of 128 columns, those of the tile and inside the matrix.
-@gluon.jit
+@_jit
 def _store(
     out_ptr, values, start, valid, at, columns, stride,
     HALF: gl.constexpr, LAYOUT: gl.constexpr,
@@ -211,7 +216,7 @@ def _store(
 
 
 # Grid (multiprocessors,).
-@gluon.jit
+@_jit
 def _pipelined_kernel(
     x_ptr, x_desc, x_scale_ptr, stride_xg,
     w_desc, w_scale_ptr, stride_se,

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, jit, pdl
 
 
 # BLOCK_K columns of one token: its routes in order, in float32. Grid (tokens, column blocks).
-@triton.jit
+@jit
 def _post_permute_kernel(
     rows_ptr, stride_rm, stride_rk,
     src2dst_ptr, stride_dt, stride_dj,

@@ -8,7 +8,7 @@ so an expert's slots are the ranks of the tokens that name it.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups
 from moe_ops.recipes import get_recipe
 from moe_ops.rows import BLOCK
@@ -19,7 +19,7 @@ _SCANNED = 4096  # up to here every expert's program scans all routes: in one la
 
 
 # Ids of a block of tokens, (BLOCK_T, KP), as given and as local experts; -1 for those of other ranks.
-@triton.jit
+@jit
 def _read_ids(ids_ptr, stride_it, stride_ij, token, T, expert_start, E, TOP_K: tl.constexpr, KP: tl.constexpr):
     route = tl.arange(0, KP)[None, :]
     ids_ptrs = ids_ptr + token[:, None].to(tl.int64) * stride_it + route * stride_ij
@@ -30,7 +30,7 @@ def _read_ids(ids_ptr, stride_it, stride_ij, token, T, expert_start, E, TOP_K: t
 
 
 # For each route, the first of its token with the same id.
-@triton.jit
+@jit
 def _first_route(ids_ptr, stride_it, stride_ij, token, T, ids, TOP_K: tl.constexpr, KP: tl.constexpr):
     first = tl.zeros_like(ids).to(tl.int32) + tl.arange(0, KP)[None, :]
     for route in range(TOP_K):
@@ -40,27 +40,27 @@ def _first_route(ids_ptr, stride_it, stride_ij, token, T, ids, TOP_K: tl.constex
 
 
 # Distinct (token, expert) pairs per expert.
-@triton.jit
+@jit
 def _count(local, first, BLOCK_T: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr):
     owner = (local >= 0) & (first == tl.arange(0, KP)[None, :])
     flat = tl.reshape(tl.where(owner, local, 0), (BLOCK_T * KP,))
     return tl.histogram(flat, EP, mask=tl.reshape(owner, (BLOCK_T * KP,)))
 
 
-@triton.jit
+@jit
 def _padded(counts):
     return (counts + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
 # The labels of one expert's rows, -1 behind the valid ones up to the end of the block.
-@triton.jit
+@jit
 def _label(m_indices_ptr, start, count, expert):
     for row in range(0, count, _BLOCK):
         slot = row + tl.arange(0, _BLOCK)
         tl.store(m_indices_ptr + start + slot, tl.where(slot < count, expert, -1))
 
 
-@triton.jit
+@jit
 def _label_tail(m_indices_ptr, end, M, part, parts):
     for row in range(end + part * _BLOCK, M, parts * _BLOCK):
         tl.store(m_indices_ptr + row + tl.arange(0, _BLOCK), tl.full((_BLOCK,), -1, tl.int32))
@@ -68,7 +68,7 @@ def _label_tail(m_indices_ptr, end, M, part, parts):
 
 # One expert: where its rows start, the row of each route that names it, its labels or its count. It reads all ids.
 # Routes of other ranks are shared out among the programs. Grid (experts,).
-@triton.jit
+@jit
 def _route_kernel(
     ids_ptr, stride_it, stride_ij,
     src2dst_ptr,
@@ -115,7 +115,7 @@ def _route_kernel(
 
 
 # Rows per expert of one chunk of BLOCK_T tokens. Grid (chunks,).
-@triton.jit
+@jit
 def _count_kernel(
     ids_ptr, stride_it, stride_ij,
     counts_ptr,
@@ -134,7 +134,7 @@ def _count_kernel(
 
 
 # Of every expert's routes: all, those of the chunks before this one, and its own. Also for pre_permute_gathered.
-@triton.jit
+@jit
 def sum_chunks(counts_ptr, chunk, chunks, E, EP: tl.constexpr, BLOCK_C: tl.constexpr):
     expert = tl.arange(0, EP)
     total = tl.zeros((EP,), tl.int32)
@@ -151,7 +151,7 @@ def sum_chunks(counts_ptr, chunk, chunks, E, EP: tl.constexpr, BLOCK_C: tl.const
 
 # The rows of one chunk's routes, by a sort of its routes by expert, and the labels of every chunks-th expert.
 # Grid (chunks,).
-@triton.jit
+@jit
 def _place_kernel(
     ids_ptr, stride_it, stride_ij,
     counts_ptr, base_ptr,
@@ -207,7 +207,7 @@ def _place_kernel(
 
 
 # Columns of one token: read once, quantised, written to each of its rows. Grid (tokens, column blocks).
-@triton.jit
+@jit
 def _scatter_kernel(
     x_ptr, stride_xt, stride_xk,
     src2dst_ptr,

@@ -7,7 +7,7 @@ one expert. Programs that sort and programs that quantise share the launch: neit
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups
 from moe_ops.kernels.pre_permute import sum_chunks
 from moe_ops.recipes import get_recipe
@@ -17,7 +17,7 @@ _SCANNED = 8192  # up to here every expert's program scans all routes; longer li
 
 
 # Local experts of routes, E for those of other ranks and behind the last.
-@triton.jit
+@jit
 def _experts(ids_ptr, stride_it, stride_ij, route, routes, expert_start, E, TOP_K: tl.constexpr):
     ids_ptrs = ids_ptr + (route // TOP_K).to(tl.int64) * stride_it + route % TOP_K * stride_ij
     ids = tl.load(ids_ptrs, mask=route < routes, other=-1)
@@ -26,7 +26,7 @@ def _experts(ids_ptr, stride_it, stride_ij, route, routes, expert_start, E, TOP_
 
 
 # The tiles of one expert from tile `first` on: (expert, first row, rows).
-@triton.jit
+@jit
 def _list_tiles(tiles_ptr, tiles, first, expert, start, count, BLOCK_M: tl.constexpr):
     number = tl.cdiv(count, BLOCK_M)
     for base in range(0, number, 32):
@@ -39,7 +39,7 @@ def _list_tiles(tiles_ptr, tiles, first, expert, start, count, BLOCK_M: tl.const
 
 
 # Tiles from `first` on have no expert.
-@triton.jit
+@jit
 def _end_tiles(tiles_ptr, tiles, first):
     for base in range(first, tiles, 256):
         index = base + tl.arange(0, 256)
@@ -47,7 +47,7 @@ def _end_tiles(tiles_ptr, tiles, first):
 
 
 # One token, quantised whole.
-@triton.jit
+@jit
 def _quantize_token(
     x_ptr, stride_xt, stride_xk, q_ptr, scale_ptr, stride_sg, token, K,
     WORDS: tl.constexpr, GROUP: tl.constexpr, QUANTISED: tl.constexpr, UE8M0: tl.constexpr,
@@ -73,7 +73,7 @@ def _quantize_token(
 
 # Programs below E: the rows and tiles of one expert, from a scan of all routes; routes of other ranks are shared out
 # among them. The others: one token each. Grid (E + tokens,).
-@triton.jit
+@jit
 def _sort_kernel(
     ids_ptr, stride_it, stride_ij,
     src2dst_ptr, row_token_ptr, tiles_ptr,
@@ -114,7 +114,7 @@ def _sort_kernel(
 
 
 # Programs below `chunks`: routes per expert of one chunk. The others: one token each. Grid (chunks + tokens,).
-@triton.jit
+@jit
 def _count_kernel(
     ids_ptr, stride_it, stride_ij,
     counts_ptr,
@@ -139,7 +139,7 @@ def _count_kernel(
 
 
 # The rows of one chunk's routes, by a sort of them by expert, and the tiles of every chunks-th expert. Grid (chunks,).
-@triton.jit
+@jit
 def _place_kernel(
     ids_ptr, stride_it, stride_ij,
     counts_ptr, base_ptr,

@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import jit
 from moe_ops.kernels.numeric import divided, finite_magnitude, group_scale, pack_words, to_e4m3
 
 _TILE = 4096  # elements: 32 a thread, and at least 512 contiguous columns of 128-wide groups
 
 
 # float32 (A, B, C) tiles to codes; for e2m1 two a byte along C, the even column in the low nibble.
-@triton.jit
+@jit
 def _encode(x, scale, byte, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, E2M1: tl.constexpr, UE8M0: tl.constexpr):
     value = divided(x, scale, byte, UE8M0)
     if E2M1:
@@ -26,7 +27,7 @@ def _encode(x, scale, byte, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, E
 
 
 # Quantises BLOCK_M rows of four groups. Grid (row blocks, groups / 4, batch).
-@triton.jit
+@jit
 def _quantize_groups_kernel(
     x_ptr, stride_xb, stride_xm, stride_xk,
     q_ptr, stride_qb, stride_qm,
@@ -56,7 +57,7 @@ def _quantize_groups_kernel(
 
 # Quantises one GROUP x GROUP block, CHUNK rows at a time: once for the scale, once for the values.
 # Grid (row blocks, column blocks, batch).
-@triton.jit
+@jit
 def _quantize_blocks_kernel(
     x_ptr, stride_xb, stride_xm, stride_xk,
     q_ptr, stride_qb, stride_qm,

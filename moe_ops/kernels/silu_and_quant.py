@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, pdl
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, jit, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups, sigmoid, tanh
 from moe_ops.recipes import get_recipe
 
@@ -13,7 +13,7 @@ _TILES = {(32, True): (16, 4, 4), (128, True): (8, 4, 4), (128, False): (8, 2, 2
 
 
 # One float32 tile of the gated activation. A NaN passes through the limits.
-@triton.jit
+@jit
 def gated(gate, up, alpha, limit, FORM: tl.constexpr, HAS_LIMIT: tl.constexpr):
     if FORM == "situ":
         return alpha * tanh(gate / alpha) * sigmoid(gate) * (limit * tanh(up / limit))
@@ -29,7 +29,7 @@ def gated(gate, up, alpha, limit, FORM: tl.constexpr, HAS_LIMIT: tl.constexpr):
 
 
 # BLOCK_M rows times GROUPS groups of columns. Pointers are those of the rows' slab.
-@triton.jit
+@jit
 def _tile(
     gateup_ptr, stride_gm, stride_gn,
     bias_ptr, stride_be, stride_bn,
@@ -66,7 +66,7 @@ def _tile(
 
 
 # BLOCK_M rows; those labelled -1 are neither read nor written. Grid (row blocks, groups / GROUPS).
-@triton.jit
+@jit
 def _silu_and_quant_contiguous_kernel(
     gateup_ptr, stride_gm, stride_gn,
     m_indices_ptr,
@@ -92,7 +92,7 @@ def _silu_and_quant_contiguous_kernel(
 
 # Row blocks of one slab, those of other workers left out, so that an empty slab costs a few programs and nothing else.
 # Grid (workers, groups / GROUPS, experts).
-@triton.jit
+@jit
 def _silu_and_quant_masked_kernel(
     gateup_ptr, stride_ge, stride_gm, stride_gn,
     masked_m_ptr,

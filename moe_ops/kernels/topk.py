@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from moe_ops.kernels.launch import jit
 from moe_ops.kernels.numeric import INF, sigmoid, softplus, tanh
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -10,21 +11,21 @@ _TAKEN = tl.constexpr(-(2**31))  # below the order of every float
 
 
 # float32 -> int32 of the same order, so that something can lie below -inf. No NaN; -0 equals 0.
-@triton.jit
+@jit
 def _ordered(key):
     bits = (key + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 # The largest entry of an (N,) order, the lowest index among equals, and the order without it.
-@triton.jit
+@jit
 def _take_best(order, index, N: tl.constexpr):
     best = tl.min(tl.where(order == tl.max(order, 0), index, N), 0)
     return best, tl.where(index == best, _TAKEN, order)
 
 
 # Scores of (GROUPS, SIZE) logits, float32: finite, at least 0, and 0 for NaN. `real` marks experts that exist.
-@triton.jit
+@jit
 def _scores(logits, real, softcap, SCORING: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     x = logits
     if HAS_SOFTCAP:
@@ -42,7 +43,7 @@ def _scores(logits, real, softcap, SCORING: tl.constexpr, HAS_SOFTCAP: tl.conste
 
 # (GROUPS, SIZE) keys with every expert outside the topk_group best groups at -inf. A NaN inside (-inf) still ranks
 # before those.
-@triton.jit
+@jit
 def _within_groups(keys, real, num_groups, topk_group, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP2: tl.constexpr):
     score = tl.max(keys, 1)
     if TOP2:
@@ -59,7 +60,7 @@ def _within_groups(keys, real, num_groups, topk_group, GROUPS: tl.constexpr, SIZ
 
 
 # One token in one warp: scores of all experts, then its routes one after another. Grid (tokens,).
-@triton.jit
+@jit
 def _topk_kernel(
     logits_ptr, stride_lt, stride_le,
     bias_ptr, stride_b,

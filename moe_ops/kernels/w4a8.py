@@ -8,13 +8,12 @@ a group meets its product is the weight's format (weight_format.py).
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 import triton.language as tl
 
 from moe_ops.kernels import launch
 from moe_ops.kernels.expand_e2m1 import INDEXED_UNIT, SHIFTED_UNIT, expand_indexed, expand_shifted, power
 from moe_ops.kernels.gathered_parts import step_scale, store_group
-from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given
+from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, jit
 from moe_ops.kernels.silu_and_quant import formula_of, gated
 from moe_ops.rows import BLOCK
 from moe_ops.weight_format import FORMATS
@@ -70,7 +69,7 @@ def choose_tile(gated: bool, weight_format: str, block_m: int, blocks: int) -> T
 
 
 # Weight rows times 128 columns of the tokens x_0 to x_3, each (32, tokens): float32 (weight rows, tokens).
-@triton.jit
+@jit
 def _product(w_0, w_1, scale, x_0, x_1, x_2, x_3, FACTOR: tl.constexpr):
     if FACTOR == "group":
         a_0, a_1 = expand_shifted(w_0)
@@ -92,7 +91,7 @@ def _product(w_0, w_1, scale, x_0, x_1, x_2, x_3, FACTOR: tl.constexpr):
 
 
 # What is left to multiply an accumulator by: the unit of its operands, and for rows their factor.
-@triton.jit
+@jit
 def _finished(acc, scale_ptrs, FACTOR: tl.constexpr):
     if FACTOR == "group":
         return acc * SHIFTED_UNIT
@@ -104,7 +103,7 @@ def _finished(acc, scale_ptrs, FACTOR: tl.constexpr):
 
 # 128 weight rows from `column` on times the tokens in rows x_row of x: float32 (128, tokens). PAIR: and the 128 rows
 # `apart` below them, else zeros. Pointers are those of the expert's weight, of N rows.
-@triton.jit
+@jit
 def _products(
     x_ptr, x_scale_ptr, stride_xg, x_row,
     w_ptr, w_scale_ptr, stride_wg, column, apart,
@@ -145,7 +144,7 @@ def _products(
 
 # Part `index` of the listed tiles, PARTS of each: expert (-1: nothing to do), BLOCK_M rows, and which of them are the
 # tile's. In place of the others, which may lie behind the last row of all, stands the tile's first.
-@triton.jit
+@jit
 def _listed(tiles_ptr, index, MAXT, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
     tile = index // PARTS
     expert = tl.load(tiles_ptr + tile)
@@ -159,7 +158,7 @@ def _listed(tiles_ptr, index, MAXT, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
 
 # Part of a token tile times 128 gate and 128 up columns, which is one quantisation group of the activation.
 # Grid (I / 128 * parts of token tiles,).
-@triton.jit
+@jit
 def _gated_gemm_kernel(
     x_ptr, x_scale_ptr, stride_xg,
     row_token_ptr, tiles_ptr, MAXT,
@@ -193,7 +192,7 @@ def _gated_gemm_kernel(
 
 
 # Part of a token tile times 128 columns. Grid (N / 128 * parts of token tiles,).
-@triton.jit
+@jit
 def _grouped_gemm_kernel(
     x_ptr, x_scale_ptr, stride_xg,
     tiles_ptr, MAXT,
