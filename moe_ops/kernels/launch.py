@@ -26,7 +26,8 @@ def keyed(compiled: _Compiled) -> _Compiled:
     not those of the others: the same kernel would have one name in Triton's cache after a warm-up, and another in the
     process that relies on it.
     """
-    getattr(compiled, "cache_key", None)  # the interpreter's functions have none
+    if not triton.knobs.runtime.interpret:  # which has no cache
+        getattr(compiled, "cache_key", None)
     return compiled
 
 

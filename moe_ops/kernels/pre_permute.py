@@ -214,8 +214,8 @@ def _scatter_kernel(
     q_ptr,
     scale_ptr, stride_se, stride_sg,
     K, m_max,
-    TOP_K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, QUANTISED: tl.constexpr, UE8M0: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP_K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr, SLABS: tl.constexpr, QUANTISED: tl.constexpr,
+    UE8M0: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -234,19 +234,21 @@ def _scatter_kernel(
             words = pack_words(tl.reshape(tl.where(inside, byte, 0), (WORDS, 4)))  # bytes past the last group are 0
     else:
         q = raw.to(q_ptr.dtype.element_ty)  # not by way of float32, which would change the bits of a NaN
+    q_ptrs = q_ptr + column
+    scale_ptrs = scale_ptr + (word if UE8M0 else group).to(tl.int64) * stride_sg
     rows = ()
     for route in tl.static_range(TOP_K):  # all loads before the first store, behind which they would wait in line
         rows = rows + (tl.load(src2dst_ptr + token * TOP_K + route),)
     for route in tl.static_range(TOP_K):
         row = rows[route]
         here = row >= 0
-        tl.store(q_ptr + row.to(tl.int64) * K + column, q, mask=(column < K) & here)
+        tl.store(q_ptrs + row.to(tl.int64) * K, q, mask=(column < K) & here)
         if QUANTISED:
-            scale_ptrs = scale_ptr + (row // m_max).to(tl.int64) * stride_se + row % m_max
+            place = (row // m_max).to(tl.int64) * stride_se + row % m_max if SLABS else row.to(tl.int64)
             if UE8M0:
-                tl.store(scale_ptrs + word.to(tl.int64) * stride_sg, words, mask=(word * 4 * GROUP < K) & here)
+                tl.store(scale_ptrs + place, words, mask=(word * 4 * GROUP < K) & here)
             else:
-                tl.store(scale_ptrs + group.to(tl.int64) * stride_sg, scale, mask=inside & here)
+                tl.store(scale_ptrs + place, scale, mask=inside & here)
 
 
 def pre_permute_contiguous(outputs, **arguments) -> None:
@@ -295,17 +297,21 @@ def _route(outputs, M, masked, *, topk_ids, num_local_experts, expert_start, **_
     )
 
 
+def _scatter_tile(T: int, K: int, group: int) -> tuple[int, int]:
+    """(words of four groups, warps) of a program. Few tokens: more programs a token. 16 columns a thread either way."""
+    words = max(1, min((1024 if T >= 256 else 512) // (4 * group), triton.next_power_of_2(triton.cdiv(K, 4 * group))))
+    return words, max(1, words * 4 * group // 512)
+
+
 def _scatter(outputs, m_max, *, hidden_states, topk_ids, recipe, scale_format, **_) -> None:
     q, scale, _, src2dst, *_ = outputs
     T, K = hidden_states.shape
     row = get_recipe("pre_permute", recipe)
     group = row.x_group or 128
-    # Few tokens: more programs a token. 16 columns a thread either way.
-    tile = 2048 if T >= 256 else 512
-    words = max(1, min(tile // (4 * group), triton.next_power_of_2(triton.cdiv(K, 4 * group))))
+    words, warps = _scatter_tile(T, K, group)
     strides = (scale.stride(0) if scale.dim() == 3 else 0, scale.stride(-1))
     _scatter_kernel[(T, triton.cdiv(K, 4 * group * words))](
         hidden_states, *hidden_states.stride(), src2dst, q, scale, *strides, K, m_max,
-        TOP_K=src2dst.shape[1], GROUP=group, WORDS=words, QUANTISED=row.quantised, UE8M0=scale_format == "ue8m0",
-        num_warps=max(1, words * 4 * group // 512), **pdl(q.device),
+        TOP_K=src2dst.shape[1], GROUP=group, WORDS=words, SLABS=scale.dim() == 3, QUANTISED=row.quantised,
+        UE8M0=scale_format == "ue8m0", num_warps=warps, **pdl(q.device),
     )  # fmt: skip

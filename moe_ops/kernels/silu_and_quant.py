@@ -4,28 +4,28 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, given, jit, pdl
-from moe_ops.kernels.numeric import pack_words, quantize_groups, sigmoid, tanh
+from moe_ops.kernels.numeric import fast_sigmoid, pack_words, quantize_groups, tanh
 from moe_ops.recipes import get_recipe
 
 # (columns of a group, scales packed) -> rows, groups and warps of a tile. Rows fill 32-byte sectors of MN-major scales;
 # packed scales are written as words of four groups.
-_TILES = {(32, True): (16, 4, 4), (128, True): (8, 4, 4), (128, False): (8, 2, 2)}
+_TILES = {(32, True): (16, 4, 4), (128, True): (8, 4, 4), (128, False): (8, 2, 4)}
 
 
 # One float32 tile of the gated activation. A NaN passes through the limits.
 @jit
 def gated(gate, up, alpha, limit, FORM: tl.constexpr, HAS_LIMIT: tl.constexpr):
     if FORM == "situ":
-        return alpha * tanh(gate / alpha) * sigmoid(gate) * (limit * tanh(up / limit))
+        return alpha * tanh(gate / alpha) * fast_sigmoid(gate) * (limit * tanh(up / limit))
     else:
         if HAS_LIMIT:
             gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
             up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
             up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
         if FORM == "oai":
-            return gate * sigmoid(alpha * gate) * (up + 1.0)
+            return gate * fast_sigmoid(alpha * gate) * (up + 1.0)
         else:
-            return gate * sigmoid(gate) * up
+            return gate * fast_sigmoid(gate) * up
 
 
 # BLOCK_M rows times GROUPS groups of columns. Pointers are those of the rows' slab.

@@ -29,16 +29,18 @@ class Tile:
     stages: int
     parts: int = 1
     """Programs that share the rows of a token tile."""
+    narrow: bool = False
+    """Tiles with at most 16 tokens take products of 16 in a branch of their own."""
     resident: int = 0
     """Programs for which the registers of a multiprocessor are to suffice; 0: the compiler's choice."""
 
 
 # (a factor for each group, rows of a token tile) -> tile. More warps cost more than they hide, until registers run
-# out. 16 and 32 rows by row or block: the best of a few on one H200 (torch 2.11, triton 3.6, 2026-12-01); the others
+# out. 16 and 32 rows by row or block: the best of a few on one H200 (torch 2.11, triton 3.6, 2026-12-03); the others
 # compile without spills.
 _GATED = {
     (False, 16): Tile(4, 3, resident=3),
-    (False, 32): Tile(4, 4),
+    (False, 32): Tile(4, 4, narrow=True),
     (False, 64): Tile(8, 3),
     (True, 16): Tile(4, 3, resident=3),
     (True, 32): Tile(8, 3),
@@ -48,7 +50,7 @@ _GATED = {
 }
 _DOWN = {
     (False, 16): Tile(4, 3, resident=4),
-    (False, 32): Tile(4, 4),
+    (False, 32): Tile(4, 4, narrow=True),
     (False, 64): Tile(4, 3),
     (True, 16): Tile(4, 3, resident=4),
     (True, 32): Tile(4, 3),
@@ -142,8 +144,7 @@ def _products(
     return first, second
 
 
-# Part `index` of the listed tiles, PARTS of each: expert (-1: nothing to do), BLOCK_M rows, and which of them are the
-# tile's. In place of the others, which may lie behind the last row of all, stands the tile's first.
+# Part `index` of the listed tiles, PARTS of each: expert, first row, rows (0 or less: nothing to do).
 @jit
 def _listed(tiles_ptr, index, MAXT, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
     tile = index // PARTS
@@ -151,13 +152,43 @@ def _listed(tiles_ptr, index, MAXT, BLOCK_M: tl.constexpr, PARTS: tl.constexpr):
     first_row = tl.load(tiles_ptr + MAXT + tile)
     rows = tl.load(tiles_ptr + 2 * MAXT + tile)
     start = index % PARTS * BLOCK_M
-    offset = start + tl.arange(0, BLOCK_M)
+    return expert.to(tl.int64), first_row + start, tl.where(expert >= 0, rows - start, 0)
+
+
+# BLOCK_M rows from `first` on, and which of them are the tile's. In place of the others, which may lie behind the last
+# row of all, stands the first.
+@jit
+def _rows(first, rows, BLOCK_M: tl.constexpr):
+    offset = tl.arange(0, BLOCK_M)
     live = offset < rows
-    return tl.where(start < rows, expert, -1).to(tl.int64), first_row + tl.where(live, offset, 0), live
+    return first + tl.where(live, offset, 0), live
 
 
-# Part of a token tile times 128 gate and 128 up columns, which is one quantisation group of the activation.
-# Grid (I / 128 * parts of token tiles,).
+@jit
+def _gated_tile(
+    x_ptr, x_scale_ptr, stride_xg, row_token_ptr,
+    w_ptr, w_scale_ptr, stride_wg,
+    bias_ptr, stride_bn,
+    act_ptr, act_scale_ptr, stride_ag,
+    first, rows, group, I, K, alpha, limit,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, FORM: tl.constexpr, HAS_LIMIT: tl.constexpr,
+):  # fmt: skip
+    row, live = _rows(first, rows, BLOCK_M)
+    token = tl.load(row_token_ptr + row)
+    column = group * _BLOCK + tl.arange(0, _BLOCK)
+    gate, up = _products(
+        x_ptr, x_scale_ptr, stride_xg, token, w_ptr, w_scale_ptr, stride_wg, group * _BLOCK, I, 2 * I, K,
+        BLOCK_M, STAGES, FACTOR, True,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + column * stride_bn).to(tl.float32)[:, None]
+        up += tl.load(bias_ptr + (I + column) * stride_bn).to(tl.float32)[:, None]
+    act = gated(gate, up, alpha, limit, FORM, HAS_LIMIT)
+    store_group(act_ptr, act_scale_ptr, stride_ag, act, row, live, group, I // _BLOCK, I, 0, True, True)
+
+
+# Part of a token tile times 128 gate and 128 up columns, which is one quantisation group of the activation. NARROW:
+# products 16 tokens wide where the tile has no more. Grid (I / 128 * parts of token tiles,).
 @jit
 def _gated_gemm_kernel(
     x_ptr, x_scale_ptr, stride_xg,
@@ -166,7 +197,7 @@ def _gated_gemm_kernel(
     bias_ptr, stride_be, stride_bn,
     act_ptr, act_scale_ptr, stride_ag,
     I, K, alpha, limit,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
     FORM: tl.constexpr, HAS_LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -174,24 +205,41 @@ def _gated_gemm_kernel(
         gdc_launch_dependents()
     groups = I // _BLOCK
     group = tl.program_id(0) % groups
-    expert, row, live = _listed(tiles_ptr, tl.program_id(0) // groups, MAXT, BLOCK_M, PARTS)
-    if expert >= 0:
-        token = tl.load(row_token_ptr + row)
-        column = group * _BLOCK + tl.arange(0, _BLOCK)
-        gate, up = _products(
-            x_ptr, x_scale_ptr, stride_xg, token,
-            w_ptr + expert * I * K, w_scale_ptr + expert * stride_se, stride_wg, group * _BLOCK, I, 2 * I, K,
-            BLOCK_M, STAGES, FACTOR, True,
+    expert, first, rows = _listed(tiles_ptr, tl.program_id(0) // groups, MAXT, BLOCK_M, PARTS)
+    w_ptr += expert * I * K
+    w_scale_ptr += expert * stride_se
+    if bias_ptr is not None:
+        bias_ptr += expert * stride_be
+    if NARROW and rows > 0 and rows <= 16:
+        _gated_tile(
+            x_ptr, x_scale_ptr, stride_xg, row_token_ptr, w_ptr, w_scale_ptr, stride_wg, bias_ptr, stride_bn,
+            act_ptr, act_scale_ptr, stride_ag, first, rows, group, I, K, alpha, limit,
+            16, STAGES, FACTOR, FORM, HAS_LIMIT,
         )  # fmt: skip
-        if bias_ptr is not None:
-            bias_ptrs = bias_ptr + expert * stride_be + column * stride_bn
-            gate += tl.load(bias_ptrs).to(tl.float32)[:, None]
-            up += tl.load(bias_ptrs + I * stride_bn).to(tl.float32)[:, None]
-        act = gated(gate, up, alpha, limit, FORM, HAS_LIMIT)
-        store_group(act_ptr, act_scale_ptr, stride_ag, act, row, live, group, groups, I, 0, True, True)
+    elif rows > 0:
+        _gated_tile(
+            x_ptr, x_scale_ptr, stride_xg, row_token_ptr, w_ptr, w_scale_ptr, stride_wg, bias_ptr, stride_bn,
+            act_ptr, act_scale_ptr, stride_ag, first, rows, group, I, K, alpha, limit,
+            BLOCK_M, STAGES, FACTOR, FORM, HAS_LIMIT,
+        )  # fmt: skip
 
 
-# Part of a token tile times 128 columns. Grid (N / 128 * parts of token tiles,).
+@jit
+def _down_tile(
+    x_ptr, x_scale_ptr, stride_xg, w_ptr, w_scale_ptr, stride_wg, out_ptr, first, rows, first_column, N, K,
+    BLOCK_M: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    row, live = _rows(first, rows, BLOCK_M)
+    out, _ = _products(
+        x_ptr, x_scale_ptr, stride_xg, row, w_ptr, w_scale_ptr, stride_wg, first_column, 0, N, K,
+        BLOCK_M, STAGES, FACTOR, False,
+    )  # fmt: skip
+    column = first_column + tl.arange(0, _BLOCK)
+    out_ptrs = out_ptr + row[None, :].to(tl.int64) * N + column[:, None]
+    tl.store(out_ptrs, out.to(tl.bfloat16), mask=live[None, :])
+
+
+# Part of a token tile times 128 columns; NARROW as above. Grid (N / 128 * parts of token tiles,).
 @jit
 def _grouped_gemm_kernel(
     x_ptr, x_scale_ptr, stride_xg,
@@ -199,23 +247,27 @@ def _grouped_gemm_kernel(
     w_ptr, w_scale_ptr, stride_se, stride_wg,
     out_ptr,
     N, K,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr, FACTOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     blocks = N // _BLOCK
     first_column = tl.program_id(0) % blocks * _BLOCK
-    expert, row, live = _listed(tiles_ptr, tl.program_id(0) // blocks, MAXT, BLOCK_M, PARTS)
-    if expert >= 0:
-        out, _ = _products(
-            x_ptr, x_scale_ptr, stride_xg, row,
-            w_ptr + expert * (N // 2) * K, w_scale_ptr + expert * stride_se, stride_wg, first_column, 0, N, K,
-            BLOCK_M, STAGES, FACTOR, False,
+    expert, first, rows = _listed(tiles_ptr, tl.program_id(0) // blocks, MAXT, BLOCK_M, PARTS)
+    w_ptr += expert * (N // 2) * K
+    w_scale_ptr += expert * stride_se
+    if NARROW and rows > 0 and rows <= 16:
+        _down_tile(
+            x_ptr, x_scale_ptr, stride_xg, w_ptr, w_scale_ptr, stride_wg, out_ptr, first, rows, first_column, N, K,
+            16, STAGES, FACTOR,
         )  # fmt: skip
-        column = first_column + tl.arange(0, _BLOCK)
-        out_ptrs = out_ptr + row[None, :].to(tl.int64) * N + column[:, None]
-        tl.store(out_ptrs, out.to(tl.bfloat16), mask=live[None, :])
+    elif rows > 0:
+        _down_tile(
+            x_ptr, x_scale_ptr, stride_xg, w_ptr, w_scale_ptr, stride_wg, out_ptr, first, rows, first_column, N, K,
+            BLOCK_M, STAGES, FACTOR,
+        )  # fmt: skip
 
 
 def gated_gemm_gathered(
@@ -287,7 +339,9 @@ def _weight(w, w_scale) -> tuple:
 
 
 def _constants(tile: Tile, weight_format: str, block_m: int, device: torch.device) -> dict:
-    sizes = dict(BLOCK_M=block_m // tile.parts, PARTS=tile.parts, FACTOR=FORMATS[weight_format].factor)
+    sizes = dict(
+        BLOCK_M=block_m // tile.parts, PARTS=tile.parts, NARROW=tile.narrow, FACTOR=FORMATS[weight_format].factor
+    )
     how = dict(STAGES=tile.stages, num_stages=tile.stages, num_warps=tile.warps)
     if tile.resident:
         how["maxnreg"] = _REGISTERS // (tile.resident * tile.warps * 32) // 8 * 8

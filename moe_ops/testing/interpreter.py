@@ -163,7 +163,8 @@ def install() -> None:
 
     def create_fma(self, x, y, z):
         exact = x.data.astype(np.float64) * y.data  # of two float32: fits
-        return handle((exact + z.data).astype(np.float32), z.dtype.scalar)
+        result = (exact + z.data).astype(np.float32)
+        return handle(np.where(np.isnan(result), np.float32(np.nan), result), z.dtype.scalar)  # a card's has no sign
 
     def create_inline_asm(self, text, constraints, values, kinds, pure, pack):
         dtypes = [interpreter._get_np_dtype(kind) for kind in kinds]

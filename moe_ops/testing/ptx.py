@@ -1,6 +1,6 @@
 """Runs the PTX of tl.inline_asm_elementwise on numpy arrays, so that the interpreter tries the text that ships.
 
-Straight lines of the 32-bit integer instructions below, as PTX defines them; anything else is an error.
+Straight lines of the 32-bit instructions below, as PTX defines them; anything else is an error.
 """
 
 import re
@@ -72,6 +72,16 @@ def _prmt(a, b, selector):
     return result
 
 
+def _reciprocal(a):
+    """Correctly rounded, where a card may be a step off; what is subnormal counts as 0."""
+    with np.errstate(divide="ignore"):
+        return _flushed(np.float32(1.0) / _flushed(a.view(np.float32))).view(np.uint32)
+
+
+def _flushed(x):
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0.0), x), x)
+
+
 _INSTRUCTIONS = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
@@ -79,4 +89,5 @@ _INSTRUCTIONS = {
     "shr.b32": lambda a, count: a >> count,
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,
+    "rcp.approx.ftz.f32": _reciprocal,
 }

@@ -26,7 +26,8 @@ def test_row_has_every_column_and_keeps_to_its_plan(recipe, T):
     row = time_layer(case(recipe, T), "auto", "auto", RATES, SHORT, kernels=True)
     assert row.notes == () and row.kernels
     assert row.peak_mib is not None and 0 < row.peak_mib <= row.plan_mib
-    assert row.burst_us is not None and row.cold_us is not None and row.triton_us is not None and row.compared == min(T, 512)
+    assert None not in (row.burst_us, row.cold_us, row.triton_us)
+    assert row.compared == min(T, 512)
     assert sum(kernel["us"] for kernel in row.kernels) < 2 * row.us
 
 

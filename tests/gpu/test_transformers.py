@@ -14,11 +14,15 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.unpoisoned(reason="Dynamo would trace the poison")
-@pytest.mark.parametrize("recipe", [None, "fp8_block"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_transformers_generates_with_a_static_cache(family, recipe):
-    """generate() compiles decoding with CUDA graphs here; every replay gives the logits of the uncompiled model."""
-    model = small_model(family, dtype=torch.bfloat16).cuda()
+    """generate() compiles decoding with CUDA graphs here; every replay gives the logits of the uncompiled model.
+
+    In float32: Inductor rounds elsewhere than eager, and in bf16 a route that flips for it is a good part of the
+    logits of a model so small.
+    """
+    model = small_model(family, dtype=torch.float32).cuda()
     prepare(model, recipe, progress=False)
     prompt = torch.randint(2, 64, (2, 9)).cuda()
     ask = dict(max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
@@ -28,9 +32,8 @@ def test_transformers_generates_with_a_static_cache(family, recipe):
     for row in range(len(prompt)):
         same = (first.sequences[row] == want.sequences[row])[prompt.shape[1] :].long().cumprod(0).sum()
         steps = min(int(same) + 1, 12)  # where the same tokens came before
-        logits = (torch.stack([step[row] for step in out.logits[:steps]]) for out in (first, want))
-        # Inductor rounds elsewhere than eager, and a route that flips in a model so small is a good part of its logits.
-        assert relative_error(*logits) < 0.3, (row, steps)
+        errors = [relative_error(first.logits[step][row], want.logits[step][row]) for step in range(steps)]
+        assert max(errors) < 0.05, (row, errors)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
