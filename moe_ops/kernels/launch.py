@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import triton
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moe_ops.arch import capability
@@ -26,7 +27,7 @@ def keyed(compiled: _Compiled) -> _Compiled:
     not those of the others: the same kernel would have one name in Triton's cache after a warm-up, and another in the
     process that relies on it.
     """
-    if not triton.knobs.runtime.interpret:  # which has no cache
+    if not knobs.runtime.interpret:  # which has no cache
         getattr(compiled, "cache_key", None)
     return compiled
 
