@@ -86,7 +86,8 @@ GATED_TILES: dict[str, dict[str, dict[int, GatedTile]]] = {
     },
 }
 GATED_TILES["sm100"]["bf16"] = GATED_TILES["sm90"]["bf16"]
-GATED_TILES["sm120"] = GATED_TILES["sm90"]
+# Less shared memory: three stages.
+GATED_TILES["sm120"] = GATED_TILES["sm90"] | {"bf16": GATED_TILES["sm90"]["bf16"] | {16: GatedTile(8, 3, True, _FEW)}}
 
 
 def gated_tile(arch: str, kind: str, block_m: int) -> GatedTile:

@@ -76,7 +76,7 @@ def finite_magnitude(x):
 def group_scale(amax, E2M1: tl.constexpr, UE8M0: tl.constexpr):
     """The float32 scale of values up to amax, for ue8m0 a power of two, and its exponent byte."""
     top: tl.constexpr = 1.0 / 6.0 if E2M1 else 1.0 / 448.0
-    scale = tl.maximum(amax, 1e-10) * top
+    scale = tl.where(amax > 1e-10, amax, 1e-10) * top  # NaN: nothing finite in the group
     byte = exponent_byte(scale)
     if UE8M0:
         scale = exponent_value(byte)
