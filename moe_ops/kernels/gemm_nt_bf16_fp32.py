@@ -40,9 +40,7 @@ def _gemm_nt_bf16_fp32_kernel(
             w = tl.load(w_ptrs + start, mask=(start + k < K)[None, :], other=0.0)
         acc = tl.dot(w, x.T, acc) if SWAP else tl.dot(x, w.T, acc)
     out = acc.T if SWAP else acc
-    # From the tile's corner: the compiler sees constant distances then, where pointers of their own take the registers.
-    out_ptr += (split.to(tl.int64) * M + tl.program_id(0) * BLOCK_M) * N + tl.program_id(1) * BLOCK_N
-    out_ptrs = out_ptr + tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * N + tl.arange(0, BLOCK_N)[None, :]
+    out_ptrs = out_ptr + (split.to(tl.int64) * M + row[:, None]) * N + column[None, :]
     tl.store(out_ptrs, out, mask=(row < M)[:, None] & (column < N)[None, :])
 
 

@@ -28,7 +28,7 @@ def keyed(compiled: _Compiled) -> _Compiled:
     process that relies on it.
     """
     if not knobs.runtime.interpret:  # which has no cache
-        getattr(compiled, "cache_key", None)
+        getattr(compiled, "cache_key")  # noqa: B009  a property, computed when it is first read
     return compiled
 
 

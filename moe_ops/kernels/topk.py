@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.launch import jit
-from moe_ops.kernels.numeric import INF, sigmoid, softplus, tanh
+from moe_ops.kernels.numeric import sigmoid, softplus, tanh
 
+_INF = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _TAKEN = tl.constexpr(-(2**31))  # below the order of every float
 
@@ -32,7 +33,7 @@ def _scores(logits, real, softcap, SCORING: tl.constexpr, HAS_SOFTCAP: tl.conste
         x = softcap * tanh(x / softcap)
     x = tl.where(x != x, -_LARGEST, tl.where(x > _LARGEST, _LARGEST, tl.where(x < -_LARGEST, -_LARGEST, x)))
     if SCORING == "softmax":
-        e = tl.where(real, tl.exp(x - tl.max(tl.max(tl.where(real, x, -INF), 1), 0)), 0.0)
+        e = tl.where(real, tl.exp(x - tl.max(tl.max(tl.where(real, x, -_INF), 1), 0)), 0.0)
         scores = tl.div_rn(e, tl.sum(tl.sum(e, 1), 0))
     elif SCORING == "sigmoid":
         scores = sigmoid(x)
@@ -49,14 +50,14 @@ def _within_groups(keys, real, num_groups, topk_group, GROUPS: tl.constexpr, SIZ
     if TOP2:
         column = tl.arange(0, SIZE)[None, :]
         first = tl.min(tl.where(keys == score[:, None], column, SIZE), 1)
-        score += tl.max(tl.where(column == first[:, None], -INF, keys), 1)
+        score += tl.max(tl.where(column == first[:, None], -_INF, keys), 1)
     group = tl.arange(0, GROUPS)
     order = tl.where(group < num_groups, _ordered(score), _TAKEN)
     kept = tl.zeros((GROUPS,), tl.int32)
     for _ in range(topk_group):
         best, order = _take_best(order, group, GROUPS)
         kept |= (group == best).to(tl.int32)
-    return tl.where((kept[:, None] != 0) & real, tl.maximum(keys, -_LARGEST), -INF)
+    return tl.where((kept[:, None] != 0) & real, tl.maximum(keys, -_LARGEST), -_INF)
 
 
 # One token in one warp: scores of all experts, then its routes one after another. Grid (tokens,).
@@ -97,7 +98,7 @@ def _topk_kernel(
         keys = scores
         if bias_ptr is not None:
             keys += tl.load(bias_ptr + expert.to(tl.int64) * stride_b, mask=real, other=0.0).to(tl.float32)
-        keys = tl.where(real & (logits == logits) & (keys == keys), keys, -INF)
+        keys = tl.where(real & (logits == logits) & (keys == keys), keys, -_INF)
         if GROUPS > 1:
             keys = _within_groups(keys, real, num_groups, topk_group, GROUPS, SIZE, TOP2)
         order = tl.reshape(tl.where(real, _ordered(keys), _TAKEN), (GROUPS * SIZE,))

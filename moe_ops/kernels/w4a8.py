@@ -36,8 +36,8 @@ class Tile:
 
 
 # (a factor for each group, rows of a token tile) -> tile. More warps cost more than they hide, until registers run
-# out. 16 and 32 rows by row or block: the best of a few on one H200 (torch 2.11, triton 3.6, 2026-12-03); the others
-# compile without spills.
+# out. 16 and 32 rows by row or block: the best of a few on one H200 (torch 2.11, triton 3.6, 2026-12-01, narrow
+# 2026-12-03); the others compile without spills.
 _GATED = {
     (False, 16): Tile(4, 3, resident=3),
     (False, 32): Tile(4, 4, narrow=True),
@@ -164,6 +164,7 @@ def _rows(first, rows, BLOCK_M: tl.constexpr):
     return first + tl.where(live, offset, 0), live
 
 
+# The first `rows` of BLOCK_M rows times 128 gate and 128 up columns. Pointers are those of the expert.
 @jit
 def _gated_tile(
     x_ptr, x_scale_ptr, stride_xg, row_token_ptr,
@@ -224,6 +225,7 @@ def _gated_gemm_kernel(
         )  # fmt: skip
 
 
+# The same times 128 columns of GEMM2.
 @jit
 def _down_tile(
     x_ptr, x_scale_ptr, stride_xg, w_ptr, w_scale_ptr, stride_wg, out_ptr, first, rows, first_column, N, K,
