@@ -168,9 +168,8 @@ REPORT = dict(
     results=[
         dict(
             shape=shape, T=T, recipe=recipe, routing="uniform", layout="masked", backend="auto", us=100.0 + T, p20=1.0,
-            p80=2.0, burst_us=95.0, cold_us=150.0, triton_us=None, floor_us=50.0,
-            error=0.01, operations=6e6 * T, weight_bytes=1e8,
-            equal_work=None,
+            p80=2.0, burst_us=95.0, cold_us=150.0, triton_us=None, floor_us=50.0, error=0.01, operations=6e6 * T,
+            weight_bytes=1e8, equal_work=None,
         )
         for shape in ("one", "two") for recipe in ("fp8_block", "bf16") for T in (1, 8)
     ],
@@ -191,9 +190,8 @@ def test_table_puts_the_best_peer_beside_ours(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Card, date 2026-01-02, torch 2.11. Microseconds."
     assert "| 1 | 101 | 95.0 | - | 150 | 200 / 190 (fast) | 90.0 (pair) | 50.0 | 50% | 0.0100 |" in lines
-    assert (
-        "| 1 | 101 | 95.0 | - | 150 | - | - | 50.0 | 50% | 0.0100 |" in lines
-    )  # the other shape; bf16 is no peer of fp8
+    # The other shape: bf16 is no peer of fp8.
+    assert "| 1 | 101 | 95.0 | - | 150 | - | - | 50.0 | 50% | 0.0100 |" in lines
 
 
 def test_plot_draws_an_earlier_run(tmp_path):

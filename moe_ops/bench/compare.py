@@ -7,7 +7,7 @@ import torch
 from moe_ops.bench.cases import Case
 from moe_ops.bench.layer import one_line
 from moe_ops.bench.peers import Peer
-from moe_ops.bench.timing import Effort, recorded
+from moe_ops.bench.timing import Effort, Times, recorded
 from moe_ops.testing import relative_error
 
 
@@ -46,6 +46,6 @@ def time_peer(kind: type[Peer], case: Case, effort: Effort) -> PeerRow:
             recording = recorded(peer.run, case.device)
             times, burst = recording.times(effort), recording.burst(effort)
             error = relative_error(case.of_checked(peer.finish(recording.result)), case.expected)
-        return PeerRow(*head, times.us, times.p20, times.p80, None if burst is None else burst.us, error)
+        return PeerRow(*head, times.us, times.p20, times.p80, Times.us_of(burst), error)
     except Exception as error:  # another library may raise anything
         return PeerRow(*head, reason=one_line(error))

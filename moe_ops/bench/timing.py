@@ -19,6 +19,11 @@ class Times:
     p80: float
 
     @classmethod
+    def us_of(cls, times: "Times | None") -> float | None:
+        """None of what was not measured."""
+        return None if times is None else times.us
+
+    @classmethod
     def of(cls, readings: list[float]) -> "Times":
         ordered = sorted(readings)
         last = len(ordered) - 1

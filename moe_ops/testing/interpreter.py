@@ -8,7 +8,8 @@ The interpreter keeps bf16 and fp8 as raw integers in numpy arrays. Seen in Trit
 - `tl.dot_scaled` fails: its format names are not wrapped, and the operation itself is missing.
 - the arithmetic of bf16 works on raw integers too. Here it is an error: no kernel of this package computes in bf16.
 - a kernel's scalar cannot bound a `range` under numpy 2.4 (Triton 3.6).
-- `tl.fma` rounds the product. A card does not.
+- `tl.fma` rounds the product, and a NaN that it makes has a sign. A card does neither.
+- the larger or smaller of a NaN and a number is NaN. A card's is the number, unless NaN is to be propagated.
 - inline assembly is refused. Here ptx.py runs it.
 - every call of a device function patches the whole language again, and every look-up of a dtype makes a table: a third
   of all time. Here a launch patches once, and the table is kept.
@@ -164,7 +165,13 @@ def install() -> None:
     def create_fma(self, x, y, z):
         exact = x.data.astype(np.float64) * y.data  # of two float32: fits
         result = (exact + z.data).astype(np.float32)
-        return handle(np.where(np.isnan(result), np.float32(np.nan), result), z.dtype.scalar)  # a card's has no sign
+        return handle(np.where(np.isnan(result), np.float32(np.nan), result), z.dtype.scalar)
+
+    def create_maxnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs, rhs):
+        return self.binary_op(lhs, rhs, np.fmin)
 
     def create_inline_asm(self, text, constraints, values, kinds, pure, pack):
         dtypes = [interpreter._get_np_dtype(kind) for kind in kinds]
@@ -173,7 +180,8 @@ def install() -> None:
         return SimpleNamespace(get_result=results.__getitem__)
 
     casts = (cast_impl, create_fp_to_fp, create_inline_asm)
-    for method in (*casts, binary_op, unary_op, create_fma, create_dot, create_dot_scaled):
+    sums = (create_fma, create_maxnumf, create_minnumf, create_dot, create_dot_scaled)
+    for method in (*casts, binary_op, unary_op, *sums):
         setattr(builder, method.__name__, method)
     setattr(TritonSemantic, "dot_scaled", dot_scaled)  # noqa: B010  its signature is wider
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_tensor, patch_lang

@@ -41,6 +41,16 @@ def _scaled_product_kernel(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, N: t
 
 
 @triton.jit
+def _not_a_number_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(out_ptr + i, tl.maximum(x, 2.0))
+    tl.store(out_ptr + N + i, tl.minimum(x, 2.0))
+    tl.store(out_ptr + 2 * N + i, tl.maximum(x, 2.0, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out_ptr + 3 * N + i, tl.fma(x, 0.0, x))
+
+
+@triton.jit
 def _add_kernel(x_ptr):
     x = tl.load(x_ptr + tl.arange(0, 16))
     tl.store(x_ptr + tl.arange(0, 16), x + x)
@@ -67,6 +77,16 @@ def hard_floats() -> torch.Tensor:
 
 def test_bf16_reads_exactly():
     assert_bits_equal(cast(every_bf16(), torch.float32), every_bf16().float())
+
+
+def test_nan_loses_to_a_number_and_has_no_sign():
+    nan, inf = float("nan"), float("inf")
+    out = torch.zeros(4, 4)
+    _not_a_number_kernel[(1,)](torch.tensor([nan, 1.0, inf, -inf]), out, 4)
+    assert_bits_equal(out[0], torch.tensor([2.0, 2.0, inf, 2.0]))
+    assert_bits_equal(out[1], torch.tensor([2.0, 1.0, 2.0, -inf]))
+    assert_bits_equal(out[2], torch.tensor([nan, 2.0, inf, 2.0]))
+    assert_bits_equal(out[3], torch.tensor([nan, 1.0, nan, nan]))
 
 
 def test_bf16_rounds_to_nearest_even():
