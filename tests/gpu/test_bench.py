@@ -9,7 +9,10 @@ from moe_ops.bench.layer import time_layer
 from moe_ops.bench.peers import PEERS
 from moe_ops.bench.timing import Effort, Rates
 
-pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned("poison would be in the times and in the peak of memory")]
+pytestmark = [
+    pytest.mark.gpu("tests/test_bench.py"),
+    pytest.mark.unpoisoned("poison would be in the times and in the peak of memory"),
+]
 
 SMALL = Shape("small", 8, 1024, 512, 2)
 SHORT = Effort(warm_up=0.01, least=5, most=5)

@@ -12,7 +12,10 @@ from moe_ops.bench.cases import SHAPES, layer_weights
 from moe_ops.testing import PATTERNS, assert_bits_equal, relative_error
 from moe_ops.testing.stacks import Stack
 
-pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned("graphs need torch's own torch.empty; arenas are poisoned here")]
+pytestmark = [
+    pytest.mark.gpu("tests/decode"),
+    pytest.mark.unpoisoned("graphs need torch's own torch.empty; arenas are poisoned here"),
+]
 
 SIZES = dict(E=16, K=1024, I=512, top_k=4)
 COUNTS = (1, 2, 3, 5, 8, 13, 31, 64)

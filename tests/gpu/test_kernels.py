@@ -16,7 +16,7 @@ import moe_ops
 from moe_ops.testing.kernel_cases import CASES, LARGE
 from moe_ops.testing.kernel_check import check_kernel, moved, run
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu("tests/interp/test_kernels.py")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

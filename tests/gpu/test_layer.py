@@ -11,7 +11,7 @@ from moe_ops.testing.fused_cases import FORMS as FUSED_FORMS
 from moe_ops.testing.kernel_cases import FORMS
 from moe_ops.testing.kernel_check import moved
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu("tests/interp/test_layer.py")
 
 LAYER = 1e-2
 """Relative error between two layers that differ in rounding: a code of GEMM2's input that flips is 6 % of its value."""

@@ -10,7 +10,7 @@ from moe_ops.recipes import RECIPES  # noqa: E402
 from moe_ops.testing import relative_error  # noqa: E402
 from moe_ops.testing.small_models import small_model  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu("tests/integrations/test_transformers_models.py")
 
 
 @pytest.mark.unpoisoned(reason="Dynamo would trace the poison")

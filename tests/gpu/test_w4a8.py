@@ -8,7 +8,7 @@ from moe_ops.arch import arch_of
 pytest.importorskip("triton", reason="triton is not installed")
 from moe_ops.testing.w4a8_cases import CASES, LARGE  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu("tests/interp/test_w4a8.py")
 if torch.cuda.is_available() and arch_of("tests", "cuda") != "sm90":
     pytest.skip("the kernels of w4a8.py are for sm_90", allow_module_level=True)
 

@@ -8,7 +8,7 @@ from moe_ops.checkpoints import convert
 from moe_ops.testing import assert_bits_equal
 from moe_ops.testing.checkpoints import FORMATS, write_checkpoint
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu("tests/checkpoints/test_load.py")
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
