@@ -1,7 +1,7 @@
 """Contract of moe::fused_deepgemm: every argument of the layer, checked once before the first stage."""
 
 from moe_ops import check
-from moe_ops.backends import BACKENDS
+from moe_ops.arch import BACKENDS
 from moe_ops.meta.grouped_gemm import check_format, check_weight
 from moe_ops.meta.post_permute import check_weights
 from moe_ops.meta.pre_permute import check_tokens

@@ -16,6 +16,11 @@ def capability(device: torch.device | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def here() -> torch.device:
+    """The current CUDA device where torch sees one, the CPU elsewhere: where a command runs that was told nothing."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """How many a CUDA device has."""
@@ -55,10 +60,13 @@ READS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
 }
 """backend -> arch -> recipe -> scale formats that its GEMMs read."""
 
+BACKENDS = ("auto", *READS)
+"""What an argument `backend` may be."""
+
 
 def runs(recipe: str, scale_format: str, device: torch.device | str, backend: str = "auto") -> bool:
     """Whether a backend (auto: any of them) reads weights in this form on a device, or on a name in arch.ARCHS."""
-    check.one_of("runs", "backend", backend, ("auto", *READS))
+    check.one_of("runs", "backend", backend, BACKENDS)
     arch = arch_of("runs", device)
     tables = READS.values() if backend == "auto" else (READS[backend],)
     return any(scale_format in table.get(arch, {}).get(recipe, ()) for table in tables)

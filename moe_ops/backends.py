@@ -7,11 +7,12 @@ from functools import lru_cache
 import torch
 
 from moe_ops import arch, check, env
+from moe_ops.arch import BACKENDS
+from moe_ops.kernels import deep_gemm, deep_gemm_dense
 from moe_ops.recipes import DENSE, FORMAT_OF_SCALE
 from moe_ops.rows import BLOCK, FUSED, ceil_div, contiguous_rows
 from moe_ops.sizes import Layer
 
-BACKENDS = ("auto", "reference", "triton", "deep_gemm")
 FEW_ROWS = 8
 """Mean rows an expert up to which `auto` takes the Triton GEMMs. On one H200 (torch 2.11, triton 3.6,
 2026-12-01) they are the faster ones up to 4 rows (fp8 layer, E=128 K=2048 I=768, T=64: 175 against
@@ -61,21 +62,18 @@ def why_not_deep_gemm(op: str, device: torch.device, arguments: Mapping) -> str 
     if op not in DENSE:
         layout = "contiguous" if op.endswith("contiguous") else "masked"
         return why_not_grouped(device, recipe, scale_format, layout, (arguments["w"].shape[2],))
-    deep_gemm = importlib.import_module("moe_ops.kernels.deep_gemm")
     if deep_gemm.stand_in() is not None:
         return None
     reason = _why_not_here(device, recipe, scale_format)
     if reason is not None:
         return reason
-    dense = importlib.import_module("moe_ops.kernels.deep_gemm_dense")
-    return dense.why_not(op, arch.arch_of(op, device), arguments) or _why_not_installed(device)
+    return deep_gemm_dense.why_not(op, arch.arch_of(op, device), arguments) or _why_not_installed(device)
 
 
 def why_not_grouped(
     device: torch.device | str, recipe: str, scale_format: str, layout: str, depths: tuple[int, ...]
 ) -> str | None:
     """why_not_deep_gemm of grouped GEMMs in this layout over these K. A name in arch.ARCHS: as if it were installed."""
-    deep_gemm = importlib.import_module("moe_ops.kernels.deep_gemm")
     if deep_gemm.stand_in() is not None:  # it makes the library's checks itself
         return None
     reason = _why_not_here(device, recipe, scale_format)
@@ -103,7 +101,7 @@ def of_layer(layer: Layer, device: torch.device) -> str:
 
 def has_stand_in() -> bool:
     """Whether calls go to a stand-in of deep_gemm instead of the library."""
-    return importlib.import_module("moe_ops.kernels.deep_gemm").stand_in() is not None
+    return deep_gemm.stand_in() is not None
 
 
 def _why_not_here(device: torch.device | str, recipe: str, scale_format: str) -> str | None:
@@ -118,7 +116,7 @@ def _why_not_here(device: torch.device | str, recipe: str, scale_format: str) ->
 def _why_not_installed(device: torch.device | str) -> str | None:
     if isinstance(device, str):
         return None
-    found = importlib.import_module("moe_ops.kernels.deep_gemm").probe()
+    found = deep_gemm.probe()
     return None if found.works else found.reason
 
 

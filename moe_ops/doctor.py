@@ -15,6 +15,7 @@ import torch
 import moe_ops
 from moe_ops import arch, backends, env
 from moe_ops.choice import ANY, candidates, layouts
+from moe_ops.kernels.deep_gemm import SEEN_TO_WORK
 from moe_ops.recipes import RECIPES
 from moe_ops.rows import FUSED, LAYOUTS
 from moe_ops.sizes import Layer
@@ -22,8 +23,6 @@ from moe_ops.sizes import Layer
 _PACKAGES = ("torch", "triton", "sgl-deep-gemm", "transformers", "safetensors", "matplotlib")
 _SIZES: dict[str, Any] = dict(T=1, top_k=8, E=128, K=2048, I=768)
 """K and I that every layout holds."""
-_DEEP_GEMM = {"2.11": "sgl-deep-gemm>=0.1.0,<=0.1.4.post1", "2.13": "sgl-deep-gemm>=0.1.5,<=0.2.2"}
-"""torch -> versions that were seen to work with it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Report:
 
 def examine() -> Report:
     """Looks at this machine. The first look on a card with deep_gemm makes one small call of it: up to two minutes."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = arch.here()
     name = arch.arch_of("doctor", device)
     forms = [(recipe, arch.default_scale_format(row, device)) for recipe, row in RECIPES.items()]
     routes = [_route(*form, layout, device, name) for form in forms for layout in LAYOUTS[1:]]
@@ -149,9 +148,9 @@ def _backend_problems(routes: list[Route], device: torch.device) -> list[Problem
 
 
 def _deep_gemm_command(installed: bool) -> str:
-    fitting = _DEEP_GEMM.get(".".join(torch.__version__.split(".")[:2]))
+    fitting = SEEN_TO_WORK.get(".".join(torch.__version__.split(".")[:2]))
     if fitting is not None:
-        return f"pip install '{fitting}'"
+        return f"pip install 'sgl-deep-gemm>={fitting[0]},<={fitting[1]}'"
     return "export MOE_OPS_BACKEND=triton" if installed else "pip install 'fused-moe-ops[cuda]'"
 
 

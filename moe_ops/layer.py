@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_ops import check
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
 from moe_ops.arena import Workspace
+from moe_ops.layer_state import LayerState
 from moe_ops.prep import MoEWeights
 from moe_ops.sizes import Layer
 
-_ROUTER = ("router_weight", "router_bias")
 _PREPARED = ("w13", "w13_scale", "w2", "w2_scale")
 _FLOATS = {
     argument.name
@@ -22,7 +22,7 @@ _FLOATS = {
 }
 
 
-class MoELayer(nn.Module):
+class MoELayer(LayerState):
     """out = shared_expert(x) + routed_scaling_factor * sum over the chosen experts of weight * expert(x).
 
     Every tensor is a buffer, so `.to(device)` and `state_dict()` work. Casting the module (`.half()`) casts the router
@@ -215,41 +215,6 @@ class MoELayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"E={len(self.w13)}, K={self.K}, I={self.I}, {self.routing}, {self.experts}"
-
-    def _apply(self, fn, recurse=True):
-        """Moves everything; casts the router linear alone, because fp8 values and scales are floats to `.half()`."""
-        before = {name: t for name, t in self.named_buffers(recurse=False) if name not in _ROUTER}
-        super()._apply(fn, recurse)
-        for name, tensor in before.items():
-            moved = getattr(self, name)
-            if moved.dtype != tensor.dtype:
-                setattr(self, name, tensor.to(moved.device))
-        return self
-
-    def get_extra_state(self) -> Tensor:
-        """What the weights were prepared for, as bytes in a tensor: safetensors stores nothing else."""
-        return torch.tensor(list(self.prepared_for.encode()), dtype=torch.uint8, device="cpu")
-
-    def set_extra_state(self, state: Tensor) -> None:
-        got = bytes(state.tolist()).decode()
-        if got != self.prepared_for:
-            fix = "Build the layer from weights prepared alike."
-            raise ValueError(check.sentence("MoELayer", "state_dict", f"of {self.prepared_for} weights", got, fix))
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for key, tensor in self._packed_scales(destination, prefix):
-            destination[key] = tensor.mT
-
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        for key, tensor in self._packed_scales(state_dict, prefix):
-            state_dict[key] = tensor.mT
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _packed_scales(self, state: dict, prefix: str) -> list[tuple[str, Tensor]]:
-        """int32 scales: (E, N, words) MN-major here, (E, words, N) contiguous in a state dict (4 divides N)."""
-        keys = [f"{prefix}{name}" for name in ("w13_scale", "w2_scale")]
-        return [(key, state[key]) for key in keys if key in state and state[key].dtype == torch.int32]
 
 
 def _beside_defaults(op, **attributes) -> dict:

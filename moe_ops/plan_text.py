@@ -1,6 +1,7 @@
 """A buffer plan as a table and as a chart."""
 
-from moe_ops.planner import STAGES, BufferPlan
+from moe_ops.buffers import STAGES
+from moe_ops.planner import BufferPlan
 
 _MIB = 1 << 20
 _RIGHT = ("MiB", "offset")
@@ -16,17 +17,17 @@ def table(plan: BufferPlan, width: int | None = None) -> str:
     layer = plan.layer
     lines = []
     for buffer in sorted(plan.buffers, key=lambda b: (b.offset, b.first)):
-        spec = buffer.spec
+        told = buffer.asdict()
         lines.append(
             {
-                "buffer": buffer.name,
-                "shape": "x".join(map(str, spec.shape)),
-                "dtype": str(spec.dtype).removeprefix("torch."),
-                "strides": ",".join(map(str, spec.stride)),
-                "MiB": f"{buffer.nbytes / _MIB:.2f}",
-                "offset": str(buffer.offset),
-                "written": STAGES[buffer.first],
-                "last read": STAGES[buffer.last],
+                "buffer": told["name"],
+                "shape": "x".join(map(str, told["shape"])),
+                "dtype": told["dtype"],
+                "strides": ",".join(map(str, told["stride"])),
+                "MiB": f"{told['bytes'] / _MIB:.2f}",
+                "offset": str(told["offset"]),
+                "written": told["written"],
+                "last read": told["last_read"],
             }
         )
     widths = {name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0]}

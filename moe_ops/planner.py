@@ -16,96 +16,12 @@ from typing import Any
 import torch
 
 from moe_ops import check
+from moe_ops.arch import here
+from moe_ops.buffers import STAGES, Buffer, buffers_of, largest_buffers_of
 from moe_ops.choice import ANY, Choice, choose, token_bounds
-from moe_ops.meta.gated_gemm import direct_specs
-from moe_ops.meta.gated_gemm import gathered_specs as gated_specs
-from moe_ops.meta.grouped_gemm import BLOCKS_M, gemm_spec
-from moe_ops.meta.pre_permute import contiguous_specs, gathered_specs, masked_specs
-from moe_ops.meta.quantize import row_specs
-from moe_ops.recipes import Recipe, get_recipe
-from moe_ops.rows import LAYOUTS, align, ceil_div, gathered_block
+from moe_ops.recipes import get_recipe
+from moe_ops.rows import LAYOUTS, ceil_div
 from moe_ops.sizes import Layer
-from moe_ops.spec import ALIGNMENT, TensorSpec
-
-STAGES = ("pre_permute", "gemm1", "silu_and_quant", "gemm2", "post_permute")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One tensor of the workspace. It is written in stage `first`, last read in stage `last`, and lies at `offset`."""
-
-    name: str
-    spec: TensorSpec
-    first: int
-    last: int
-    offset: int = 0
-
-    @property
-    def nbytes(self):
-        """Bytes taken, rounded up to the alignment of offsets."""
-        return align(self.spec.nbytes, ALIGNMENT)
-
-    def at(self, offset: int) -> "Buffer":
-        return Buffer(self.name, self.spec, self.first, self.last, offset)
-
-
-def buffers_of(layer: Layer) -> list[Buffer]:
-    """The buffers of a forward in the layer's layout with their lifetimes, not placed yet."""
-    return _BUFFERS[layer.layout](layer, get_recipe("plan", layer.recipe, layer.scale_format))
-
-
-def _staged(layer: Layer, recipe: Recipe) -> list[Buffer]:
-    contiguous = layer.layout == "contiguous"
-    specs = contiguous_specs if contiguous else masked_specs
-    x_q, x_scale, row_map, src2dst, *ends, scratch = specs(
-        layer.T, layer.K, layer.top_k, layer.E, recipe, layer.scale_format
-    )
-    rows = x_q.shape[:-1]
-    act_q, act_scale = row_specs(*rows, layer.I, recipe=recipe, scale_format=layer.scale_format)
-    return [
-        Buffer("src2dst", src2dst, 0, 4),
-        Buffer("m_indices" if contiguous else "masked_m", row_map, 0, 3),
-        *(Buffer("ends", spec, 0, 3) for spec in ends),
-        Buffer("scratch", scratch, 0, 0),
-        Buffer("x_q", x_q, 0, 1),
-        Buffer("x_scale", x_scale, 0, 1),
-        Buffer("gateup", gemm_spec(*rows, N=2 * layer.I), 1, 2),
-        Buffer("act_q", act_q, 2, 3),
-        Buffer("act_scale", act_scale, 2, 3),
-        Buffer("down", gemm_spec(*rows, N=layer.K), 3, 4),
-    ]
-
-
-def _gathered(layer: Layer, recipe: Recipe, block_m: int | None = None) -> list[Buffer]:
-    block_m = block_m or gathered_block(layer.whole, layer.top_k, layer.experts)
-    x_q, x_scale, row_token, tiles, src2dst, scratch = gathered_specs(
-        layer.T, layer.K, layer.top_k, layer.E, recipe, layer.scale_format, block_m
-    )
-    rows = row_token.shape[0]
-    act_q, act_scale = gated_specs(rows, layer.I, recipe, layer.scale_format)
-    return [
-        Buffer("src2dst", src2dst, 0, 4),
-        Buffer("tiles", tiles, 0, 3),
-        Buffer("scratch", scratch, 0, 0),
-        Buffer("x_q", x_q, 0, 1),
-        Buffer("x_scale", x_scale, 0, 1),
-        Buffer("row_token", row_token, 0, 1),
-        Buffer("act_q", act_q, 1, 3),
-        Buffer("act_scale", act_scale, 1, 3),
-        Buffer("down", gemm_spec(rows, N=layer.K), 3, 4),
-    ]
-
-
-def _direct(layer: Layer, recipe: Recipe) -> list[Buffer]:
-    act, src2dst = direct_specs(layer.T, layer.top_k, layer.I)
-    return [
-        Buffer("act", act, 1, 3),
-        Buffer("src2dst", src2dst, 1, 4),
-        Buffer("down", gemm_spec(act.shape[0], N=layer.K), 3, 4),
-    ]
-
-
-_BUFFERS = {"contiguous": _staged, "masked": _staged, "gathered": _gathered, "direct": _direct}
 
 
 def workspace_bytes(layer: Layer) -> Any:
@@ -114,20 +30,12 @@ def workspace_bytes(layer: Layer) -> Any:
     `auto` counts each layout that choice.py may take, up to the tokens for which it may.
     """
     if layer.layout != "auto":
-        return _enough(layer)
+        return _extent(largest_buffers_of(layer))
     needed = 0
     for layout, most in token_bounds(layer).items():
         tokens = layer.T if most == ANY else torch.sym_min(layer.T, int(most))
-        needed = torch.sym_max(needed, _enough(layer.with_layout(layout, tokens)))
+        needed = torch.sym_max(needed, _extent(largest_buffers_of(layer.with_layout(layout, tokens))))
     return torch.sym_max(needed, workspace_bytes(layer.as_fp8())) if layer.has_fp8 else needed
-
-
-def _enough(layer: Layer) -> Any:
-    """_extent in the layer's layout. Fewer tokens than T may have the smallest row tiles, so those are counted."""
-    if layer.layout == "gathered":
-        recipe = get_recipe("plan", layer.recipe, layer.scale_format)
-        return _extent(_gathered(layer, recipe, BLOCKS_M[0]))
-    return _extent(buffers_of(layer))
 
 
 def place(buffers: list[Buffer]) -> tuple[list[Buffer], int]:
@@ -300,6 +208,5 @@ def plan(
     fix = "It counts the experts of all ranks."
     check.value(num_experts == -1 or num_experts >= E, op, "num_experts", f"at least E = {E}, or -1", num_experts, fix)
     layer = Layer(T, top_k, E, K, I, recipe, scale_format or row.scale_formats[0], layout, num_experts)
-    device = arch or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    choice = choose(op, layer, backend, device)
+    choice = choose(op, layer, backend, arch or here())
     return plan_layer(layer, choice) if max_workspace_bytes is None else plan_chunks(layer, choice, max_workspace_bytes)

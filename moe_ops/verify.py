@@ -63,7 +63,7 @@ def verify(quick: bool = False, recipes: tuple[str, ...] = tuple(RECIPES)) -> It
     Args:
         quick: three cases of fourteen.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = arch.here()
     names = QUICK if quick else tuple(_CASES)
     for recipe in recipes:
         for scale_format in RECIPES[recipe].scale_formats:

@@ -9,9 +9,8 @@ import torch
 from moe_ops import backends, env
 from moe_ops.csrc_stubs import deep_gemm as stub
 from moe_ops.kernels import deep_gemm
-from moe_ops.recipes import RECIPES
 from moe_ops.sizes import Layer
-from moe_ops.testing import LayerCase, poisoned_memory, relative_error
+from moe_ops.testing import FORMS, LayerCase, poisoned_memory, relative_error
 
 CUDA = torch.device("cuda")
 GEMM = {"reference": "reference", "triton": "triton", "deep_gemm": "deep_gemm"}
@@ -218,18 +217,17 @@ print(tuple(moe_ops.MoELayer(torch.randn(4, 128), w, top_k=2)(torch.randn(5, 128
 def test_every_form_has_kernels_on_every_card_and_deep_gemm_those_that_it_reads():
     from moe_ops.arch import ARCHS, runs
 
-    forms = [(recipe.name, scale_format) for recipe in RECIPES.values() for scale_format in recipe.scale_formats]
     for name in ARCHS:
-        assert all(runs(*form, name, "reference") for form in forms)
-        assert all(runs(*form, name, "triton") == (name != "cpu") for form in forms)
+        assert all(runs(*form, name, "reference") for form in FORMS)
+        assert all(runs(*form, name, "triton") == (name != "cpu") for form in FORMS)
     read = {
         (major, *form)
         for major, name in ((9, "sm90"), (10, "sm100"))
-        for form in forms
+        for form in FORMS
         if runs(*form, name, "deep_gemm")
     }
     assert read == {form for form in ON_ARCH if form[0] != 12}
-    assert not any(runs(*form, "cpu", "deep_gemm") for form in forms)
+    assert not any(runs(*form, "cpu", "deep_gemm") for form in FORMS)
 
 
 def test_an_empty_override_is_none(monkeypatch):

@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 import moe_ops
-from moe_ops.recipes import RECIPES
-from moe_ops.testing import assert_bits_equal, poisoned
+from moe_ops.testing import FORMS, assert_bits_equal, poisoned
 
 E, K, I = 8, 256, 128
 TOKENS = (2, 3, 5, 16, 37, 127, 128, 129, 200, 255, 256, 300)
-FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +40,7 @@ class Counter:
         return compile_fx(graph, inputs)
 
 
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_compile_one_graph_serves_every_token_count(recipe, scale_format):
     torch._dynamo.reset()
     eager, counter = layer(recipe, scale_format), Counter()
@@ -54,7 +52,7 @@ def test_compile_one_graph_serves_every_token_count(recipe, scale_format):
     assert counter.graphs == 1
 
 
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_compile_without_tokens_and_with_one(recipe, scale_format):
     """torch specialises the sizes 0 and 1: two more graphs, whatever came first."""
     for order in ((1, 0, 5), (5, 1, 0)):

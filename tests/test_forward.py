@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from moe_ops import MoELayer, plan
 from moe_ops.recipes import RECIPES
 from moe_ops.rows import LAYOUTS
-from moe_ops.testing import PATTERNS, LayerCase, assert_bits_equal, check_op, poisoned, relative_error
+from moe_ops.testing import FORMS, PATTERNS, LayerCase, assert_bits_equal, check_op, poisoned, relative_error
 from moe_ops.testing.cases import DISTRIBUTIONS
 
-FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 ACTIVATIONS = [
     {},
     {"swiglu_limit": 2.0},
@@ -44,13 +43,13 @@ def same_for_all(case: LayerCase, **more) -> torch.Tensor:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("attributes", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_forward_activations(recipe, scale_format, attributes, bias):
     same_for_all(LayerCase(recipe, scale_format, attributes=attributes, bias=bias))
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_forward_distributions(recipe, scale_format, distribution):
     # K = 1024 and I = 640: packed scale words of width 2 and of width 2 with missing bytes
     case = LayerCase(recipe, scale_format, T=21, E=6, K=1024, I=640, top_k=3, distribution=distribution)
@@ -61,7 +60,7 @@ cases = st.builds(
     lambda fmt, T, E, top_k, K, I, distribution, seed: LayerCase(
         *fmt, T=T, E=E, K=128 * K, I=128 * I, top_k=min(top_k, E), distribution=distribution, seed=seed
     ),
-    st.sampled_from(FORMATS),
+    st.sampled_from(FORMS),
     st.sampled_from([0, 1, 2, 7, 33, 129, 140]),
     st.integers(1, 9),
     st.integers(1, 5),
@@ -88,7 +87,7 @@ def test_forward_any_shape(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_forward_keeps_the_dtype_of_hidden_states(recipe, scale_format, dtype):
     assert same_for_all(LayerCase(recipe, scale_format, dtype=dtype)).dtype == dtype
 

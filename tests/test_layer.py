@@ -10,10 +10,9 @@ from torch import nn
 
 import moe_ops
 from moe_ops.recipes import RECIPES
-from moe_ops.testing import assert_bits_equal
+from moe_ops.testing import FORMS, assert_bits_equal
 
 E, K, I = 8, 256, 128
-FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 
 
 def build(recipe: str = "fp8_block", scale_format: str | None = None, bias: bool = False, **more) -> moe_ops.MoELayer:
@@ -69,7 +68,7 @@ def through_safetensors(state, path):
 
 @pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
 @pytest.mark.parametrize("store", [through_torch, through_safetensors])
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_layer_state_dict_round_trip(recipe, scale_format, store, assign, tmp_path):
     """Files keep what the GEMMs need, the strides of packed scales included; the layer they came from is unchanged."""
     layer, x = nn.Sequential(build(recipe, scale_format, bias=True)), hidden(9)
@@ -169,7 +168,7 @@ print("fine")
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.float(), lambda m: m.to(torch.bfloat16)])
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_layer_cast_leaves_prepared_weights_alone(recipe, scale_format, cast):
     """`.half()` on a model must not turn fp8 values and fp32 scales into halves."""
     layer, x = build(recipe, scale_format), hidden(9)
@@ -181,7 +180,7 @@ def test_layer_cast_leaves_prepared_weights_alone(recipe, scale_format, cast):
     assert_bits_equal(layer(x), expected)
 
 
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_layer_moves_keep_strides(recipe, scale_format):
     """A move to another device keeps the MN-major strides (meta stands in for a card here)."""
     layer = build(recipe, scale_format)

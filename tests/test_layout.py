@@ -27,37 +27,25 @@ SOURCES = sorted(
     if "build" not in path.parts
 )
 
-# Leaves first; a module may import from its own layer and from those above it.
-LAYERS = [
-    {
-        "rows",
-        "sizes",
-        "spec",
-        "check",
-        "recipes",
-        "arch",
-        "backends",
-        "choice",
-        "env",
-        "weight_format",
-        "tracing",
-        "report",
-    },
-    {"meta", "reference", "kernels"},
-    {"registry", "planner", "plan_text", "workspace"},
-    {"ops"},
-    {"prep"},
-    {"forward", "chunks"},
-    {"layer", "arena", "graphs"},
-    {"checkpoints"},
-    {"warmup"},
-    {"dispatch"},
-    {"parallel"},
-    {"integrations"},
-    {"csrc_stubs", "testing", "schemas"},
-    {"bench", "doctor", "verify", "simulate"},
-    {"cli"},
-]
+PICTURE = re.search(r"## Who may import whom\n\n```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)[1]
+LAYERS = [re.split(r"[\s,|]+", layer.strip()) for layer in PICTURE.split("->")]
+APART = next(set(re.split(r"[\s|]+", layer.strip())) for layer in PICTURE.split("->") if "|" in layer)
+
+
+def imports(source: str, package: str) -> set[tuple[int, str]]:
+    """(line, full name) of all that a module of this package imports, at its top or in a function, or names in a text
+    as importlib and our lazy kernels do ("module" or "module:function")."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {(node.lineno, alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            home = ".".join([*above, *filter(None, [node.module])])
+            found |= {(node.lineno, f"{home}.{alias.name}") for alias in node.names}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"moe_ops(\.\w+)+(:\w+)?", str(node.value)):
+            found.add((node.lineno, node.value))
+    return found
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -97,28 +85,44 @@ def test_layout_public_function_matches_its_schema(name):
     assert function.__doc__ and "Returns:" in function.__doc__
 
 
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("import moe_ops.cli as cli", "moe_ops.cli"),
+        ("from moe_ops import check, ops", "moe_ops.check moe_ops.ops"),
+        ("def f():\n    from moe_ops.ops.topk import topk", "moe_ops.ops.topk.topk"),
+        ("from . import pipelined", "moe_ops.kernels.pipelined"),
+        ("from ..ops import topk", "moe_ops.ops.topk"),
+        ("from .. import ops", "moe_ops.ops"),
+        ("importlib.import_module('moe_ops.ops.topk')", "moe_ops.ops.topk"),
+        ("lazy('moe_ops.kernels.topk:topk')", "moe_ops.kernels.topk:topk"),
+        ("raise ValueError('moe_ops: see moe_ops.ops.')", ""),
+    ],
+)
+def test_layout_sees_every_form_of_import(source, found):
+    assert {name for _, name in imports(source, "moe_ops.kernels")} == set(found.split())
+
+
 def test_layout_imports_go_one_way():
     order = {name: index for index, layer in enumerate(LAYERS) for name in layer}
-    wrong = []
+    modules, wrong = set(), []
     for path in SOURCES:
-        if (
-            path.parts[len(ROOT.parts)] not in ("moe_ops", "meta")
-            or path.name == "__init__.py"
-            and path.parent.name == "moe_ops"
-        ):
-            continue
         relative = path.relative_to(ROOT)
-        here = "meta" if relative.parts[0] == "meta" else relative.parts[1].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("moe_ops"):
+        parts = relative.parts if relative.parts[0] == "moe_ops" else ("moe_ops", *relative.parts)
+        here = parts[1].removesuffix(".py")
+        if relative.parts[0] in ("tests", "examples") or here == "__init__":
+            continue
+        modules.add(here)
+        for line, name in imports(path.read_text(), ".".join(parts[:-1])):
+            names = name.split(":")[0].split(".")
+            if names == ["moe_ops"]:  # all public names
+                names = ["moe_ops", "warmup"]
+            if names[0] != "moe_ops" or names[1] not in order:
                 continue
-            parts = node.module.split(".")
-            for target in [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]:
-                if here == "planner" and target == "plan_text":  # the table is drawn on demand
-                    continue
-                if order[target] > order[here]:
-                    wrong.append(f"{relative}:{node.lineno} imports {target}")
-    assert not wrong, "\n".join(wrong)
+            if order[names[1]] > order[here] or (here != names[1] and {here, names[1]} <= APART):
+                wrong.append(f"{relative}:{line} imports {names[1]}")
+    assert not wrong, "\n".join(sorted(wrong))
+    assert modules == set(order), "the picture in CONTRIBUTING.md and the modules differ"
 
 
 def test_layout_contracts_and_references_never_meet():
@@ -172,7 +176,7 @@ def test_layout_hot_path_never_syncs():
     for folder in ("meta", "moe_ops/ops"):
         for path in (ROOT / folder).glob("*.py"):
             assert not re.search(r"\.(item|tolist|cpu|nonzero)\(", path.read_text()), path
-    for name in ("forward", "planner", "registry", "workspace"):
+    for name in ("forward", "buffers", "planner", "registry", "workspace"):
         assert not re.search(r"\.(item|tolist|cpu|nonzero)\(", (ROOT / f"moe_ops/{name}.py").read_text()), name
 
 

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 import moe_ops
 from moe_ops.arch import ARCHS
+from moe_ops.buffers import STAGES
 from moe_ops.choice import choose, layouts
-from moe_ops.planner import STAGES, plan_layer, workspace_bytes
-from moe_ops.recipes import RECIPES
+from moe_ops.planner import plan_layer, workspace_bytes
 from moe_ops.rows import BLOCK, LAYOUTS, align, contiguous_rows, masked_rows, masked_tokens
 from moe_ops.sizes import Layer
 from moe_ops.spec import ALIGNMENT
+from moe_ops.testing import FORMS
 
 MIB = 1 << 20
-FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 DEEPSEEK_V3 = dict(E=32, K=7168, I=2048, top_k=8)  # on one of 8 ranks
 
 
@@ -34,7 +34,7 @@ layers = st.builds(
     st.integers(1, 40),
     st.integers(1, 20),
     st.integers(1, 20),
-    st.sampled_from(FORMATS),
+    st.sampled_from(FORMS),
     st.sampled_from(LAYOUTS),
 )
 
@@ -68,7 +68,7 @@ def test_closed_form_covers_every_smaller_token_count(layer, fewer, arch):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked", "auto"])
-@pytest.mark.parametrize("recipe, scale_format", FORMATS)
+@pytest.mark.parametrize("recipe, scale_format", FORMS)
 def test_closed_form_of_a_traced_size_is_the_plan(recipe, scale_format, layout):
     """The size that a compiled graph computes, at every T of a sweep: what the plan says for a fixed layout, and
     enough for either where the graph decides."""

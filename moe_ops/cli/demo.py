@@ -7,7 +7,7 @@ import typer
 from torch.nn.functional import linear
 
 import moe_ops
-from moe_ops.arch import default_scale_format
+from moe_ops.arch import default_scale_format, here
 from moe_ops.cli.screen import stdout, table
 from moe_ops.recipes import RECIPES, Recipe
 from moe_ops.reference.moe import moe
@@ -26,7 +26,7 @@ def run(
 
     Exit code 1: an error is above its bound, a result differs from eager, or there is more than one graph.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = here()
     console = stdout()
     console.print(f"E={E} experts, hidden K={K}, intermediate I={I}, {TOP_K} routes a token, on {device.type}")
     right = ("error", "bound", "graphs", "KiB of weights", "KiB of workspace")

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import moe_ops
@@ -12,7 +11,7 @@ from moe_ops import arch as archs
 from moe_ops.cli import sizes
 from moe_ops.cli.screen import stderr, stdout
 from moe_ops.plan_text import table
-from moe_ops.planner import STAGES, BufferPlan
+from moe_ops.planner import BufferPlan
 from moe_ops.recipes import get_recipe
 
 EXAMPLE = "moe-ops plan -E 256 -K 7168 -I 2048 --top-k 8 --world 8 -T 4096 --arch sm90 --chart plan.png"
@@ -35,7 +34,7 @@ def run(
     """Print where every buffer of a forward lies in its workspace, and for how long."""
     given: dict[str, Any] = dict(E=experts, K=hidden, I=intermediate, top_k=top_k)
     found = sizes.read("plan", config, recipe, world, **given)
-    device = arch or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = arch or archs.here()
     scale_format = archs.default_scale_format(get_recipe("plan", recipe), device)
     options: dict[str, Any] = dict(
         recipe=recipe, scale_format=scale_format, layout=layout, num_experts=found.num_experts, arch=arch
@@ -55,19 +54,7 @@ def run(
 
 def _as_dict(plan: BufferPlan) -> dict:
     names = ("T", "top_k", "E", "K", "I", "recipe", "scale_format", "layout", "num_experts")
-    buffers = [
-        {
-            "name": buffer.name,
-            "shape": list(buffer.spec.shape),
-            "dtype": str(buffer.spec.dtype).removeprefix("torch."),
-            "stride": list(buffer.spec.stride),
-            "bytes": buffer.nbytes,
-            "offset": buffer.offset,
-            "written": STAGES[buffer.first],
-            "last_read": STAGES[buffer.last],
-        }
-        for buffer in plan.buffers
-    ]
+    buffers = [buffer.asdict() for buffer in plan.buffers]
     totals = ("total_bytes", "lower_bound_bytes", "unplanned_bytes", "workspace_bytes", "layout_rule")
     layer = {name: getattr(plan.layer, name) for name in names}
     return {"layer": layer, **{name: getattr(plan, name) for name in totals}, "buffers": buffers}

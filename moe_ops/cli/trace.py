@@ -8,6 +8,7 @@ import typer
 from torch.profiler import ProfilerActivity, profile
 
 from moe_ops import check
+from moe_ops.arch import here
 from moe_ops.cli import sizes
 from moe_ops.cli.random_layer import random_layer
 from moe_ops.cli.screen import stderr, stdout, table
@@ -37,7 +38,7 @@ def run(
     check.value(file.parent.is_dir(), "trace", "file", "in a folder that exists", file, "Make the folder first.")
     given: dict[str, Any] = dict(E=experts, K=hidden, I=intermediate, top_k=top_k)
     found = sizes.read("trace", config, recipe, world, _SMALL if config is None else None, **given)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = here()
     layer = random_layer(found, recipe, layout, backend, device)
     x = torch.randn(tokens, found.K, dtype=torch.bfloat16, device=device)
     with torch.no_grad():

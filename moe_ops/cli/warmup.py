@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import moe_ops
+from moe_ops.arch import here
 from moe_ops.cli import sizes
 from moe_ops.cli.random_layer import random_layer
 from moe_ops.cli.screen import stdout
@@ -33,7 +33,7 @@ def run(
     """
     given: dict[str, Any] = dict(E=experts, K=hidden, I=intermediate, top_k=top_k)
     found = sizes.read("warmup", config, recipe, world, **given)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = here()
     layer = random_layer(found, recipe, layout, backend, device)
     report = moe_ops.warmup(layer, tokens, workers=workers)
     stdout().print(f"{report.compiled} kinds of calls run, {report.found} found done, on {device.type}.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import check
-from moe_ops.arch import arch_of, capability, runs
+from moe_ops.arch import arch_of, capability, here, runs
 from moe_ops.integrations.engines import imported, weights
 from moe_ops.planner import workspace_bytes
 from moe_ops.sizes import Layer
@@ -219,7 +219,7 @@ def _take_over(method, layer) -> None:
 
 
 def _device() -> str:
-    return arch_of(OP, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return arch_of(OP, here())
 
 
 def _vllm(module: str, *names: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The kernels that run on cards. Triton: one file per verb, with the op's name; nothing here is imported by `moe_ops`.
+"""The kernels that run on cards. Triton: one file per verb, with the op's name, imported by its first call.
 
 A kernel is `kernel(outputs, **arguments)` with the arguments of its reference. It writes owned rows only, never waits
 for the host, and gives the same bits on every run: no atomics, and slots, sums and ties in a fixed order.

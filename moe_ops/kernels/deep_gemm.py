@@ -22,9 +22,13 @@ from moe_ops.recipes import Recipe, get_recipe
 from moe_ops.spec import TensorSpec
 
 _DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm", "deep_gemm")
+SEEN_TO_WORK = {"2.11": ("0.1.0", "0.1.4.post1"), "2.13": ("0.1.5", "0.2.2")}
+"""torch -> the oldest and the newest sgl-deep-gemm that were seen to work with it."""
+
 _WHICH = (
-    "Versions that were seen to work together: sgl-deep-gemm 0.1.0 to 0.1.4.post1 with torch 2.11, 0.1.5 to 0.2.2 with "
-    "torch 2.13. Install the one for your torch, or pass backend='triton'."
+    "Versions that were seen to work together: sgl-deep-gemm "
+    + ", ".join(f"{oldest} to {newest} with torch {release}" for release, (oldest, newest) in SEEN_TO_WORK.items())
+    + ". Install the one for your torch, or pass backend='triton'."
 )
 _SMALL_CALL = """
 import torch, deep_gemm

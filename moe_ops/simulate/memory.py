@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
+from moe_ops.buffers import buffers_of
 from moe_ops.choice import choose
 from moe_ops.dispatch import Dispatcher
 from moe_ops.dispatch.tokens import TokenDispatcher
 from moe_ops.meta.grouped_gemm import weight_scale_spec
-from moe_ops.planner import buffers_of, plan_layer
+from moe_ops.planner import plan_layer
 from moe_ops.recipes import get_recipe
 from moe_ops.sizes import Layer
 from moe_ops.spec import TensorSpec

@@ -8,10 +8,13 @@ from torch import Tensor
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
 from moe_ops.choice import layouts
 from moe_ops.prep import MoEWeights, prepare_weights
-from moe_ops.recipes import get_recipe
+from moe_ops.recipes import RECIPES, get_recipe
 from moe_ops.reference.moe import moe
 from moe_ops.sizes import Layer
 from moe_ops.testing.decode import decode_weight
+
+FORMS = [(recipe.name, scale_format) for recipe in RECIPES.values() for scale_format in recipe.scale_formats]
+"""(recipe, scale format) of every form in which weights are prepared."""
 
 DISTRIBUTIONS = ("uniform", "one_expert", "every_other", "foreign", "repeated")
 

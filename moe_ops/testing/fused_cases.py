@@ -10,6 +10,7 @@ from moe_ops.ops.pre_permute import pre_permute_gathered
 from moe_ops.ops.quantize import quantize
 from moe_ops.prep import MoEWeights, prepare_weights
 from moe_ops.recipes import RECIPES
+from moe_ops.testing.cases import FORMS as ALL_FORMS
 from moe_ops.testing.cases import random_routing
 from moe_ops.testing.kernel_check import KernelCase
 
@@ -17,7 +18,7 @@ NAN = float("nan")
 UNREAD = 2**30
 """A token, row or size that leads far outside: what no tile owns must not be followed."""
 
-FORMS = [("bf16", "none"), ("fp8_block", "fp32"), ("fp8_block", "ue8m0")]
+FORMS = [form for form in ALL_FORMS if RECIPES[form[0]].fused]
 FORMULAS = {
     "silu": {},
     "limit": dict(swiglu_limit=1.5),
@@ -25,7 +26,6 @@ FORMULAS = {
     "oai-unlimited": dict(gemm1_alpha=1.702),
     "situ": dict(activation="situ", gemm1_alpha=2.0, gemm1_clamp_limit=3.0),
 }
-_ALL_FORMS = [*FORMS, ("mxfp8", "ue8m0"), ("mxfp4", "ue8m0")]
 _NO_FORMULA = dict(activation="silu", swiglu_limit=None, gemm1_alpha=None, gemm1_clamp_limit=None)
 
 
@@ -40,14 +40,14 @@ def fused_cases(large: bool = False) -> Iterator[KernelCase]:
         calls += [(400, 16, 4, 512, 256, *form, kind, m) for kind in kinds for m in BLOCKS_M]
         direct = [(T, 32, 8, K, I, *each, "foreign") for T, K, I in ((1, 7168, 512), (40, 1024, 256)) for each in FORMS]
         permuted = [(T, 256, 8, 1024, 128, *form, "uniform", 64) for T in (1, 600, 4097)]
-        permuted += [(4097, 128, 8, 256, 128, *each, "repeated", 16) for each in _ALL_FORMS]
+        permuted += [(4097, 128, 8, 256, 128, *each, "repeated", 16) for each in ALL_FORMS]
     else:
         calls = [(T, 3, 2, 256, 128, *each, "foreign", 16) for T in (0, 1, 9) for each in FORMS]
         calls += [(m + 5, 3, 1, 256, 128, *each, "one_expert", m) for each in FORMS for m in BLOCKS_M]
         calls += [(9, 4, 3, 640, 640, *each, "repeated", 32) for each in FORMS[1:]]  # a second word of scales
         direct = [(T, 3, 2, 256, 128, *each, "foreign") for T in (0, 1, 5) for each in FORMS]
         direct += [(2, 3, 1, 640, 640, *FORMS[2], "uniform")]
-        permuted = [(T, 5, 3, 640, 128, *each, "foreign", 16) for T in (0, 1, 9) for each in _ALL_FORMS]
+        permuted = [(T, 5, 3, 640, 128, *each, "foreign", 16) for T in (0, 1, 9) for each in ALL_FORMS]
         permuted += [(m + 5, 4, 2, 128, 128, *form, "repeated", m) for m in BLOCKS_M]
         permuted += [(21, 4, 2, 128, 128, *form, "one_expert", 16)]
     for call in [*permuted, *calls] if large else permuted:

@@ -14,13 +14,12 @@ from moe_ops.ops.pre_permute import pre_permute_contiguous, pre_permute_masked
 from moe_ops.prep import prepare_weights
 from moe_ops.recipes import RECIPES
 from moe_ops.rows import BLOCK
-from moe_ops.testing.cases import random_routing
+from moe_ops.testing.cases import FORMS, random_routing
 from moe_ops.testing.dense_cases import dense_cases
 from moe_ops.testing.fused_cases import FORMULAS, fused_cases
 from moe_ops.testing.kernel_check import KernelCase
 
 NAN, INF = float("nan"), float("inf")
-FORMS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 
 
 def _generator(seed: int) -> torch.Generator:

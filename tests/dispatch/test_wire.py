@@ -6,15 +6,10 @@ import torch
 from moe_ops.dispatch.setup import ExpertSetup
 from moe_ops.dispatch.wire import Wire
 from moe_ops.recipes import RECIPES
-from moe_ops.testing import decode_rows
+from moe_ops.testing import FORMS, decode_rows
 
 ALL = ("bf16", "fp8")
-FORMS = [
-    (row.name, scale_format, payload)
-    for row in RECIPES.values()
-    for scale_format in row.scale_formats
-    for payload in (ALL if row.quantised else ("bf16",))
-]
+CASES = [(*form, payload) for form in FORMS for payload in (ALL if RECIPES[form[0]].quantised else ("bf16",))]
 
 
 def wire_of(recipe, scale_format, payload="auto", K=512, group=0, allowed=ALL):
@@ -32,7 +27,7 @@ def decoded(tokens, wire):
 
 
 @pytest.mark.parametrize("N", [0, 1, 5])
-@pytest.mark.parametrize("recipe, scale_format, payload", FORMS)
+@pytest.mark.parametrize("recipe, scale_format, payload", CASES)
 def test_wire_gives_what_the_experts_would_have_quantised(recipe, scale_format, payload, N):
     row = RECIPES[recipe]
     wire = wire_of(recipe, scale_format, payload)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_ops import pre_permute_contiguous, pre_permute_masked, quantize
 from moe_ops.backends import BACKENDS
 from moe_ops.recipes import RECIPES
-from moe_ops.testing import PATTERNS, assert_bits_equal, random_routing
+from moe_ops.testing import FORMS, PATTERNS, assert_bits_equal, random_routing
 from moe_ops.testing.cases import DISTRIBUTIONS
 from moe_ops.testing.decode import decode_words
 
@@ -19,8 +19,7 @@ SWEEP = settings.get_profile("ops")
 FP32 = 2.0**-23  # one float32 step, relative: the two roundings of amax * (1 / 448)
 BLOCK = 128
 OPS = {"contiguous": pre_permute_contiguous, "masked": pre_permute_masked}
-FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
-each_format = pytest.mark.parametrize("recipe, scale_format", FORMATS, ids=["-".join(form) for form in FORMATS])
+each_format = pytest.mark.parametrize("recipe, scale_format", FORMS, ids=["-".join(form) for form in FORMS])
 each_layout = pytest.mark.parametrize("layout", OPS)
 
 
@@ -167,7 +166,7 @@ def test_pre_permute_matches_reference(recipe, scale_format, layout, distributio
     E=st.integers(1, 6),
     top_k=st.integers(1, 4),
     K=st.sampled_from((128, 384, 1024)),
-    form=st.sampled_from(FORMATS),
+    form=st.sampled_from(FORMS),
     layout=st.sampled_from(tuple(OPS)),
     distribution=st.sampled_from(DISTRIBUTIONS[1:]),  # these also fill more columns than there are experts
     expert_start=st.integers(0, 3),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_ops import silu_and_quant_contiguous, silu_and_quant_masked
 from moe_ops.backends import BACKENDS
 from moe_ops.recipes import RECIPES
-from moe_ops.testing import PATTERNS, assert_bits_equal
+from moe_ops.testing import FORMS, PATTERNS, assert_bits_equal
 from moe_ops.testing.decode import decode_e4m3, decode_words
 
 SWEEP = settings.get_profile("ops")
@@ -17,7 +17,6 @@ SWEEP = settings.get_profile("ops")
 # counts |gate| times; a sum that cancels counts by what it multiplies.
 FP32 = 4e-7
 OPS = {"contiguous": silu_and_quant_contiguous, "masked": silu_and_quant_masked}
-FORMATS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 FORMULAS = {
     "silu": {},
     "clamped": dict(swiglu_limit=2.0),
@@ -25,7 +24,7 @@ FORMULAS = {
     "oai-clamped": dict(gemm1_alpha=1.702, gemm1_clamp_limit=1.5),
     "situ": dict(activation="situ", gemm1_alpha=3.0, gemm1_clamp_limit=4.0),
 }
-each_format = pytest.mark.parametrize("recipe, scale_format", FORMATS, ids=["-".join(form) for form in FORMATS])
+each_format = pytest.mark.parametrize("recipe, scale_format", FORMS, ids=["-".join(form) for form in FORMS])
 each_layout = pytest.mark.parametrize("layout", OPS)
 each_formula = pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
 
@@ -157,7 +156,7 @@ def test_silu_and_quant_matches_reference(recipe, scale_format, layout, formula,
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     I=st.sampled_from((128, 384, 512, 1024)),
-    form=st.sampled_from(FORMATS),
+    form=st.sampled_from(FORMS),
     layout=st.sampled_from(tuple(OPS)),
     formula=st.sampled_from(tuple(FORMULAS.values())),
     biased=st.booleans(),

@@ -5,9 +5,8 @@ import torch
 
 from moe_ops.parallel import split_experts, split_intermediate
 from moe_ops.recipes import RECIPES
-from moe_ops.testing import LayerCase, decode_weight
+from moe_ops.testing import FORMS, LayerCase, decode_weight
 
-FORMS = [(row.name, scale_format) for row in RECIPES.values() for scale_format in row.scale_formats]
 forms = pytest.mark.parametrize("recipe, scale_format", FORMS)
 
 

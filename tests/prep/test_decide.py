@@ -9,9 +9,7 @@ from moe_ops.arch import ARCHS, READS, arch_of, runs
 from moe_ops.prep import decide, table
 from moe_ops.prep.decide import PATHS
 from moe_ops.prep.source import SOURCES
-from moe_ops.recipes import RECIPES
-
-FORMS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
+from moe_ops.testing import FORMS
 
 
 @pytest.mark.parametrize("backend", ["auto", *READS])

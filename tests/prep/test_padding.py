@@ -9,10 +9,9 @@ from moe_ops import MoELayer, fused_deepgemm, prepare_weights
 from moe_ops.prep.source import Source, scale_shape
 from moe_ops.recipes import RECIPES
 from moe_ops.reference.moe import moe
-from moe_ops.testing import assert_bits_equal, random_routing, relative_error
+from moe_ops.testing import FORMS, assert_bits_equal, random_routing, relative_error
 from moe_ops.testing.checkpoints import meaning
 
-FORMS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 SIZES = [(128, 192), (128, 576), (64, 2880), (2880, 64), (200, 80)]
 
 
