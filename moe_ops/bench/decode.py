@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
+from moe_ops.arch import here
 from moe_ops.bench.cases import layer_weights
 from moe_ops.bench.decoder import QWEN3, SMALL, Decoder, Sizes, TorchRouted
 from moe_ops.bench.layer import one_line
@@ -65,7 +66,7 @@ class Row:
 
 def measure(sizes: Sizes, batches: tuple[int, ...], effort: Effort, say: Callable[[str], object] = print) -> dict:
     """Times every way to run the decoder. Returns the head (card, date, versions), rows, and what did not run."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = here()
     modes = MODES if device.type == "cuda" else MODES[:2]
     report = Report.of_this_machine(None, None, lambda _: None)
     say(" | ".join(f"{name} {value}" for name, value in report.head.items() if value is not None))

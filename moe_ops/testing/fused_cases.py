@@ -10,15 +10,14 @@ from moe_ops.ops.pre_permute import pre_permute_gathered
 from moe_ops.ops.quantize import quantize
 from moe_ops.prep import MoEWeights, prepare_weights
 from moe_ops.recipes import RECIPES
-from moe_ops.testing.cases import FORMS as ALL_FORMS
-from moe_ops.testing.cases import random_routing
+from moe_ops.testing.cases import FORMS, random_routing
 from moe_ops.testing.kernel_check import KernelCase
 
 NAN = float("nan")
 UNREAD = 2**30
 """A token, row or size that leads far outside: what no tile owns must not be followed."""
 
-FORMS = [form for form in ALL_FORMS if RECIPES[form[0]].fused]
+FUSED_FORMS = [form for form in FORMS if RECIPES[form[0]].fused]
 FORMULAS = {
     "silu": {},
     "limit": dict(swiglu_limit=1.5),
@@ -35,19 +34,20 @@ def fused_cases(large: bool = False) -> Iterator[KernelCase]:
     form = ("fp8_block", "fp32")
     if large:
         sizes = [(T, 32, 8, 1024, 512) for T in (1, 60, 300, 900)] + [(9, 4, 2, 7168, 256), (4097, 8, 2, 256, 128)]
-        calls = [(*size, *each, "uniform", m) for size in sizes for each in FORMS for m in _tiles_for(size[0])]
+        calls = [(*size, *each, "uniform", m) for size in sizes for each in FUSED_FORMS for m in _tiles_for(size[0])]
         kinds = ("foreign", "repeated", "one_expert", "every_other")
         calls += [(400, 16, 4, 512, 256, *form, kind, m) for kind in kinds for m in BLOCKS_M]
-        direct = [(T, 32, 8, K, I, *each, "foreign") for T, K, I in ((1, 7168, 512), (40, 1024, 256)) for each in FORMS]
+        sizes = ((1, 7168, 512), (40, 1024, 256))
+        direct = [(T, 32, 8, K, I, *each, "foreign") for T, K, I in sizes for each in FUSED_FORMS]
         permuted = [(T, 256, 8, 1024, 128, *form, "uniform", 64) for T in (1, 600, 4097)]
-        permuted += [(4097, 128, 8, 256, 128, *each, "repeated", 16) for each in ALL_FORMS]
+        permuted += [(4097, 128, 8, 256, 128, *each, "repeated", 16) for each in FORMS]
     else:
-        calls = [(T, 3, 2, 256, 128, *each, "foreign", 16) for T in (0, 1, 9) for each in FORMS]
-        calls += [(m + 5, 3, 1, 256, 128, *each, "one_expert", m) for each in FORMS for m in BLOCKS_M]
-        calls += [(9, 4, 3, 640, 640, *each, "repeated", 32) for each in FORMS[1:]]  # a second word of scales
-        direct = [(T, 3, 2, 256, 128, *each, "foreign") for T in (0, 1, 5) for each in FORMS]
-        direct += [(2, 3, 1, 640, 640, *FORMS[2], "uniform")]
-        permuted = [(T, 5, 3, 640, 128, *each, "foreign", 16) for T in (0, 1, 9) for each in ALL_FORMS]
+        calls = [(T, 3, 2, 256, 128, *each, "foreign", 16) for T in (0, 1, 9) for each in FUSED_FORMS]
+        calls += [(m + 5, 3, 1, 256, 128, *each, "one_expert", m) for each in FUSED_FORMS for m in BLOCKS_M]
+        calls += [(9, 4, 3, 640, 640, *each, "repeated", 32) for each in FUSED_FORMS[1:]]  # a second word of scales
+        direct = [(T, 3, 2, 256, 128, *each, "foreign") for T in (0, 1, 5) for each in FUSED_FORMS]
+        direct += [(2, 3, 1, 640, 640, *FUSED_FORMS[2], "uniform")]
+        permuted = [(T, 5, 3, 640, 128, *each, "foreign", 16) for T in (0, 1, 9) for each in FORMS]
         permuted += [(m + 5, 4, 2, 128, 128, *form, "repeated", m) for m in BLOCKS_M]
         permuted += [(21, 4, 2, 128, 128, *form, "one_expert", 16)]
     for call in [*permuted, *calls] if large else permuted:

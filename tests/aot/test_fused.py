@@ -16,7 +16,7 @@ from moe_ops.ops.grouped_gemm import DIRECT, GATHERED
 from moe_ops.ops.pre_permute import GATHERED as PRE_GATHERED
 from moe_ops.recipes import RECIPES
 from moe_ops.testing.aot import Compiled, compiling, launch
-from moe_ops.testing.fused_cases import FORMS
+from moe_ops.testing.fused_cases import FUSED_FORMS
 
 PLAIN = dict(activation="silu", swiglu_limit=None, gemm1_alpha=None, gemm1_clamp_limit=None)
 LONG = PLAIN | dict(gemm1_alpha=1.7, gemm1_clamp_limit=7.0)
@@ -29,7 +29,7 @@ PRODUCTS = {
     ("sm120", "fp8_block"): r"^mma\.sync.*e4m3\.e4m3",
 }
 K, I = 2048, 768
-each_form = pytest.mark.parametrize("recipe, scale_format", FORMS, ids=["-".join(form) for form in FORMS])
+each_form = pytest.mark.parametrize("recipe, scale_format", FUSED_FORMS, ids=["-".join(form) for form in FUSED_FORMS])
 each_arch = pytest.mark.parametrize("arch", ["sm90", "sm100"])
 
 
@@ -149,7 +149,7 @@ def test_many_routes(arch):
     assert permuted(arch, 4096, 1024, 32, 7168, "fp8_block", "ue8m0") == ["_count_kernel", "_place_kernel"]
 
 
-@pytest.mark.parametrize("recipe, scale_format", FORMS[:2], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("recipe, scale_format", FUSED_FORMS[:2], ids=["bf16", "fp8"])
 def test_a_small_tile_fits_a_workstation(recipe, scale_format):
     gated("sm120", recipe, scale_format, 16, LONG).check(PRODUCTS["sm120", recipe])
     grouped("sm120", recipe, scale_format, 16).check(PRODUCTS["sm120", recipe])

@@ -12,6 +12,7 @@ from moe_ops.meta.quantize import row_specs
 from moe_ops.ops import grouped_gemm as ops
 from moe_ops.recipes import RECIPES
 from moe_ops.rows import BLOCK
+from moe_ops.testing import FORMS
 from moe_ops.testing.aot import compiling, launch
 
 ARCHS = ("sm90", "sm100", "sm120")
@@ -26,12 +27,11 @@ PRODUCTS = {
     ("sm120", "block"): r"^mma\.sync.*e4m3\.e4m3",
     ("sm120", "mx"): r"^mma\.sync.*(mxf8f6f4\.block_scale|bf16\.bf16)",  # e2m1 weights become bf16 there
 }
-FORMS = [(recipe, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 CASES = [
-    pytest.param(arch, recipe, scale, tile, layout, id=f"{arch}-{recipe.name}-{scale}-{layout}-{tile.rows}")
+    pytest.param(arch, RECIPES[recipe], scale, tile, layout, id=f"{arch}-{recipe}-{scale}-{layout}-{tile.rows}")
     for arch in ARCHS
     for recipe, scale in FORMS
-    for tile in TILES[arch][kind_of(recipe, scale)]
+    for tile in TILES[arch][kind_of(RECIPES[recipe], scale)]
     for layout in (("contiguous", "masked") if arch != "sm120" else ("masked",))
 ]
 
@@ -77,9 +77,10 @@ def test_a_ragged_k_compiles_as_meant(name, K, arch):
         kernel.check(product_of(arch, recipe))
 
 
-@pytest.mark.parametrize("recipe, scale_format", FORMS, ids=lambda part: getattr(part, "name", part))
+@pytest.mark.parametrize("recipe, scale_format", FORMS, ids=["-".join(form) for form in FORMS])
 def test_a_single_group_compiles(recipe, scale_format):
     """A stride of 1 is a constant to Triton."""
+    recipe = RECIPES[recipe]
     for layout in ("contiguous", "masked"):
         kernel = compile_gemm("sm90", recipe, scale_format, layout, K=max(recipe.granule, 16), E=1, N=2)
         kernel.check(product_of("sm90", recipe))

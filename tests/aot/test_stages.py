@@ -11,13 +11,11 @@ from moe_ops.ops.quantize import QUANTIZE
 from moe_ops.ops.silu_and_quant import CONTIGUOUS as ACT_CONTIGUOUS
 from moe_ops.ops.silu_and_quant import MASKED as ACT_MASKED
 from moe_ops.ops.topk import TOPK
-from moe_ops.recipes import RECIPES
+from moe_ops.testing import FORMS
 from moe_ops.testing.aot import compiling, launch
 
 ARCHS = ("sm90", "sm100")
-FORMS = [(recipe.name, scale) for recipe in RECIPES.values() for scale in recipe.scale_formats]
 each_arch = pytest.mark.parametrize("arch", ARCHS)
-each_form = pytest.mark.parametrize("recipe, scale_format", FORMS, ids=["-".join(form) for form in FORMS])
 
 
 def meta(*shape, dtype=torch.bfloat16):

@@ -6,9 +6,8 @@ import torch
 from moe_ops import plan
 from moe_ops.prep import repack_weights
 from moe_ops.rows import FUSED
-from moe_ops.testing import PATTERNS, LayerCase, assert_bits_equal, poisoned, random_routing, relative_error
-from moe_ops.testing.fused_cases import FORMS as FUSED_FORMS
-from moe_ops.testing.kernel_cases import FORMS
+from moe_ops.testing import FORMS, PATTERNS, LayerCase, assert_bits_equal, poisoned, random_routing, relative_error
+from moe_ops.testing.fused_cases import FUSED_FORMS
 from moe_ops.testing.kernel_check import moved
 
 pytestmark = pytest.mark.gpu("tests/interp/test_layer.py")

@@ -18,10 +18,9 @@ from moe_ops.meta import pre_permute as permute_contract
 from moe_ops.prep import repack_weights
 from moe_ops.recipes import RECIPES
 from moe_ops.rows import FUSED, LAYOUTS, ceil_div
-from moe_ops.testing import PATTERNS, LayerCase, assert_bits_equal, poisoned, relative_error
-from moe_ops.testing.fused_cases import FORMS as FUSED_FORMS
-from moe_ops.testing.fused_cases import fused_cases, gated_case
-from moe_ops.testing.kernel_cases import FORMS, grouped_gemm_cases, pre_permute_cases
+from moe_ops.testing import FORMS, PATTERNS, LayerCase, assert_bits_equal, poisoned, relative_error
+from moe_ops.testing.fused_cases import FUSED_FORMS, fused_cases, gated_case
+from moe_ops.testing.kernel_cases import grouped_gemm_cases, pre_permute_cases
 from moe_ops.testing.kernel_check import check_kernel
 
 LAYER = 1e-2

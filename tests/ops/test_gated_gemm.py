@@ -6,9 +6,9 @@ import torch
 from moe_ops import gated_gemm_direct, gated_gemm_gathered, pre_permute_gathered
 from moe_ops.recipes import RECIPES
 from moe_ops.testing import LayerCase, assert_bits_equal, decode_rows, decode_weight
-from moe_ops.testing.fused_cases import FORMS, FORMULAS
+from moe_ops.testing.fused_cases import FORMULAS, FUSED_FORMS
 
-each_form = pytest.mark.parametrize("recipe, scale_format", FORMS, ids=["-".join(form) for form in FORMS])
+each_form = pytest.mark.parametrize("recipe, scale_format", FUSED_FORMS, ids=["-".join(form) for form in FUSED_FORMS])
 each_formula = pytest.mark.parametrize("formula", FORMULAS)
 
 # Of a bf16 product, 2^-9, carried by formulas whose slope is below 2 here, and of the activation's own rounding:
