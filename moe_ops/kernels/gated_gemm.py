@@ -215,8 +215,11 @@ def _gated_gemm_direct_kernel(
     expert = local.to(tl.int64)
     lane = tl.arange(0, 2 * BLOCK_N)
     # BLOCK_N gate rows, then their up rows, as one operand.
-    w_row = block * BLOCK_N + tl.where(lane < BLOCK_N, lane, I + lane - BLOCK_N)
-    w_ptrs = w_ptr + expert * (2 * I * K) + w_row[:, None] * K + tl.arange(0, 128)[None, :]
+    # Distances from the first one are constants to the compiler, which saves registers.
+    distance = tl.where(lane < BLOCK_N, lane, I + lane - BLOCK_N)
+    w_row = block * BLOCK_N + distance
+    w_ptr += (expert * (2 * I) + block * BLOCK_N) * K
+    w_ptrs = w_ptr + (distance[:, None] * K + tl.arange(0, 128)[None, :])
     x_ptr += token * stride_xt
     if KIND == "bf16":
         k = tl.arange(0, 128)

@@ -9,7 +9,7 @@ from moe_ops.kernels.launch import jit
 from moe_ops.kernels.split import add_up, choose_splits, partial
 
 _MOST_ROWS = 64
-"""Of a tile. The largest one has few programs here, and on sm_90 it spills where N is no multiple of 16."""
+"""Of a tile: with the largest one there are few programs."""
 
 
 # The float32 product of one tile over one range of K. SWAP: see grouped_gemm. Grid (row tiles, column tiles, ranges).
@@ -40,7 +40,9 @@ def _gemm_nt_bf16_fp32_kernel(
             w = tl.load(w_ptrs + start, mask=(start + k < K)[None, :], other=0.0)
         acc = tl.dot(w, x.T, acc) if SWAP else tl.dot(x, w.T, acc)
     out = acc.T if SWAP else acc
-    out_ptrs = out_ptr + (split.to(tl.int64) * M + row[:, None]) * N + column[None, :]
+    # From the tile's corner: the compiler sees constant distances then, where pointers of their own take the registers.
+    out_ptr += (split.to(tl.int64) * M + tl.program_id(0) * BLOCK_M) * N + tl.program_id(1) * BLOCK_N
+    out_ptrs = out_ptr + tl.arange(0, BLOCK_M)[:, None].to(tl.int64) * N + tl.arange(0, BLOCK_N)[None, :]
     tl.store(out_ptrs, out, mask=(row < M)[:, None] & (column < N)[None, :])
 
 

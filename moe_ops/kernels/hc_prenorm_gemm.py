@@ -46,8 +46,9 @@ def _hc_prenorm_gemm_kernel(
         squares += wide * wide
     place = split.to(tl.int64) * M + row
     inside = row < M
-    tl.store(out_ptr + place[:, None] * N + column[None, :], acc, mask=inside[:, None] & (column < N)[None, :])
+    # The squares first: the pointers of the product need their registers.
     tl.store(sqr_sum_ptr + place, tl.sum(squares, 1), mask=inside & (tl.program_id(1) == 0))
+    tl.store(out_ptr + place[:, None] * N + column[None, :], acc, mask=inside[:, None] & (column < N)[None, :])
 
 
 def hc_prenorm_gemm(outputs, *, x, fn, num_splits) -> None:
