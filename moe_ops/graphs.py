@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from moe_ops import check
+from moe_ops.capture import capture_stream
 
 _OP = "GraphedDecode"
-_WARM_UP = 2  # runs before a capture: the first one compiles, and looks for libraries
 MODES = ("graph", "eager")
 
 
@@ -35,7 +36,8 @@ class GraphedDecode:
     apart, or look at n.
 
     The largest bucket is captured first, so that smaller ones find room in what it took. Results lie in memory of the
-    graphs: the next call overwrites them. Capture after the last Workspace.grow(), and after moe_ops.warmup.
+    graphs: the next call overwrites them. Capture after the last Workspace.grow(), and after moe_ops.warmup. Warm-ups
+    run on the stream that captures, so that the pool holds activations alone.
 
     Args:
         step: what is captured. It returns a tensor, or a nest of tensors, of `bucket` rows each.
@@ -131,19 +133,13 @@ class GraphedDecode:
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         captures, before = [], 0
+        stream = capture_stream(self._real.device)
         with torch.cuda.device(self._real.device):
             for size in reversed(self.buckets):
                 self._real.fill_(size)
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    for _ in range(_WARM_UP):
-                        self._run(size)
-                torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    out = self._run(size)
-                self._graphs[size] = graph, out
+                step = partial(self._run, size)
+                stream.warm_up(step)
+                self._graphs[size] = stream.capture(step, pool)
                 held = _pool_bytes(pool)
                 captures.append(Capture(size, held, held - before))
                 before = held

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ops import check
+from moe_ops import capture, check
 from moe_ops import forward as _ops  # noqa: F401  registers the ops
 from moe_ops.arena import Workspace
 from moe_ops.layer_state import LayerState
@@ -140,6 +140,7 @@ class MoELayer(LayerState):
             has_fp8=bool(self.fp8),
         )
         self._rehearse()
+        capture.prepare(self.w2.device)
 
     def forward(
         self,

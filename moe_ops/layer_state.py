@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from moe_ops import check
+from moe_ops import capture, check
 
 _ROUTER = ("router_weight", "router_bias")
 
@@ -11,17 +11,20 @@ _ROUTER = ("router_weight", "router_bias")
 class LayerState(nn.Module):
     """The part of MoELayer that nn.Module calls for `.to()` and state dicts."""
 
+    w2: Tensor
     prepared_for: str
     """Recipe and formats of the weights; a state dict holds it and loads into a layer of the same alone."""
 
     def _apply(self, fn, recurse=True):
-        """Moves everything; casts the router linear alone, because fp8 values and scales are floats to `.half()`."""
+        """Moves everything; casts the router linear alone, because fp8 values and scales are floats to `.half()`. What
+        comes to a card can be captured."""
         before = {name: t for name, t in self.named_buffers(recurse=False) if name not in _ROUTER}
         super()._apply(fn, recurse)
         for name, tensor in before.items():
             moved = getattr(self, name)
             if moved.dtype != tensor.dtype:
                 setattr(self, name, tensor.to(moved.device))
+        capture.prepare(self.w2.device)
         return self
 
     def get_extra_state(self) -> Tensor:

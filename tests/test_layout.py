@@ -154,6 +154,7 @@ def test_layout_files_stay_readable():
         ),
         (r"os\.environ", "moe_ops/env.py", "environment variables have one home"),
         (r"get_device_capability", "moe_ops/arch.py", "arch.py alone looks at the card"),
+        (r"cuda\.graph\(|CUDAGraph\(", "moe_ops/capture.py", "one stream warms up and captures"),
         (r"recipe == |recipe\.name == ", "-", "a recipe is a row; nothing branches on its name"),
         (r"^import meta|^from meta", "-", "meta is moe_ops.meta: a second import makes a second module"),
     ],

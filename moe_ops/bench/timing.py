@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.capture import capture_stream
+
 
 @dataclass(frozen=True)
 class Times:
@@ -54,15 +56,9 @@ class Graph:
     """One captured call on a CUDA card. `result` is what it returned: every replay writes it anew."""
 
     def __init__(self, run: Callable[[], Any]):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                run()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.result = run()
+        stream = capture_stream(torch.device("cuda"))
+        stream.warm_up(run, times=3)
+        self._graph, self.result = stream.capture(run)
         self.replay = self._graph.replay
 
     def times(self, effort: Effort) -> Times:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import check
+from moe_ops.capture import capturing
 from moe_ops.dispatch.experts import ExpertRows
 from moe_ops.dispatch.setup import ExpertSetup
 from moe_ops.dispatch.transport import Batch, Transport
@@ -76,8 +77,7 @@ class Dispatcher(ABC):
         return Batch(hidden_states, topk_weights, topk_ids)
 
     def _refuse_capture(self) -> None:
-        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if torch.compiler.is_compiling() or captured:
+        if torch.compiler.is_compiling() or capturing():
             raise RuntimeError(refusal(self.name))
 
     @property

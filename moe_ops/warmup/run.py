@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from moe_ops import check, env
+from moe_ops import capture, check, env
 from moe_ops.checkpoints.progress import track
 from moe_ops.layer import MoELayer
 from moe_ops.report import LISTENERS
@@ -89,8 +89,7 @@ def warmup(
         for digest in track(_run(missing, device, workers), len(missing), "warm-up", progress):
             done.add(digest)
             manifest.write(done)
-    if device.type == "cuda":
-        torch.cuda.current_blas_handle()  # the router's; it cannot be made inside a capture
+    capture.prepare(device)  # for this thread: the layers may have been made in another
     return WarmupReport(len(missing), len(jobs) - len(missing), workers, needed)
 
 
