@@ -1,7 +1,7 @@
 """python -m moe_ops.bench.decode: tokens a second of a decoding step, beside transformers' experts in the same model.
 
 Every MoE is checked before it is timed, and every compiled or captured model against itself run eagerly. A row that
-cannot run says why. `--small` runs on a CPU.
+cannot run says why. `--model`, `--batch`, `--recipe`, `--experts`, `--mode` choose rows. `--small` runs on a CPU.
 """
 
 import argparse
@@ -10,8 +10,9 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 import moe_ops
 from moe_ops.arch import here
 from moe_ops.bench.cases import layer_weights
-from moe_ops.bench.decoder import QWEN3, SMALL, Decoder, Sizes, TorchRouted
+from moe_ops.bench.decoder import MODELS, SMALL, Decoder, Sizes, TorchRouted
 from moe_ops.bench.layer import one_line
 from moe_ops.bench.peers.transformers_deepgemm import TransformersDeepGemm
 from moe_ops.bench.peers.transformers_grouped_mm import TransformersGroupedMM
 from moe_ops.bench.report import Report
-from moe_ops.bench.timing import QUICK, Effort, Graph, Times, recorded
+from moe_ops.bench.timing import QUICK, Calls, Effort, Graph, Times, recorded
+from moe_ops.capture import capture_stream
 from moe_ops.prep import MoEWeights
 from moe_ops.recipes import get_recipe
 from moe_ops.reference.moe import moe as judge
@@ -49,6 +51,7 @@ too. A replay that computed something else reads 1 and more."""
 class Row:
     """One model, one way to run it, one batch."""
 
+    model: str
     experts: str
     recipe: str
     mode: str
@@ -58,42 +61,77 @@ class Row:
     tokens_per_s: float
     weights_mib: float
     """Parameters and buffers of the model: weights, KV cache, arena."""
+    cublas_mib: float | None
+    """What warming up leaves allocated above them: scratch memory that torch keeps for cuBLAS on that stream, of a size
+    that does not depend on the model. None: not on a card."""
     peak_mib: float | None
-    """What a step asks the allocator for above them, capture included. None: not on a card."""
+    """What warming up, capturing and a step ask the allocator for above both, at any one time."""
     error: float
     """Of the first layer's MoE against the judge."""
 
 
-def measure(sizes: Sizes, batches: tuple[int, ...], effort: Effort, say: Callable[[str], object] = print) -> dict:
-    """Times every way to run the decoder. Returns the head (card, date, versions), rows, and what did not run."""
+@dataclass(frozen=True)
+class Rows:
+    """Which rows are wanted."""
+
+    models: tuple[str, ...] = ("qwen3-30b-a3b",)
+    batches: tuple[int, ...] = BATCHES
+    recipes: tuple[str, ...] = tuple(_BY_RECIPE)
+    experts: tuple[str, ...] = ("moe_ops", *PEERS)
+    modes: tuple[str, ...] = MODES
+    """Of moe_ops; others' experts run compiled alone."""
+
+    def of(self, recipe: str, device: torch.device) -> list[tuple[str, str, int]]:
+        """(experts, mode, batch) in the order in which they are timed."""
+        modes = [mode for mode in self.modes if device.type == "cuda" or mode != "graph"]
+        ways = [("moe_ops", mode) for mode in modes]
+        ways += [(peer, "compiled") for peer in _BY_RECIPE[recipe] if "compiled" in modes]
+        return [(*way, batch) for way in ways if way[0] in self.experts for batch in self.batches]
+
+
+def measure(
+    wanted: Rows, effort: Effort, say: Callable[[str], object] = print, time_limit: float | None = None
+) -> dict:
+    """Times the wanted ways to run the decoders. Returns the head (card, date, versions), sizes by model, rows, and
+    what did not run: also what was not begun within time_limit seconds."""
     device = here()
-    modes = MODES if device.type == "cuda" else MODES[:2]
+    deadline = None if time_limit is None else monotonic() + time_limit
     report = Report.of_this_machine(None, None, lambda _: None)
     say(" | ".join(f"{name} {value}" for name, value in report.head.items() if value is not None))
     say(f"{'experts':12} {'recipe':10} {'mode':9} {'batch':>5} {'us':>10} {'tokens/s':>10} {'MiB':>9} {'peak MiB':>9}")
     rows: list[dict] = []
     missing: list[str] = []
     failures: list[str] = []
-    for recipe, peers in _BY_RECIPE.items():
-        weights = [layer_weights(sizes.shape, recipe, device) for _ in range(sizes.layers)]
-        judged = _Judged(sizes, weights[0], device)
-        for experts in ("moe_ops", *peers):
-            for mode in modes if experts == "moe_ops" else ("compiled",):
-                for batch in batches:
-                    name = f"{experts} {recipe} {mode} batch {batch}"
-                    try:
-                        row = _row(sizes, experts, recipe, weights, judged, mode, batch, device, effort)
-                    except Exception as error:  # another library, a compiler or the driver may raise anything
-                        (failures if experts == "moe_ops" else missing).append(f"{name}: {one_line(error)}")
-                        say(f"{name}: {one_line(error)}")
-                        continue
-                    finally:
-                        _clean()
-                    rows.append(asdict(row))
-                    peak = "-" if row.peak_mib is None else f"{row.peak_mib:.1f}"
-                    head = f"{experts:12} {recipe:10} {mode:9} {batch:5} {row.us:10.1f} {row.tokens_per_s:10.1f}"
-                    say(f"{head} {row.weights_mib:9.1f} {peak:>9}")
-    return report.head | dict(sizes=asdict(sizes), rows=rows, missing=missing, failures=failures)
+    for model in wanted.models:
+        sizes = MODELS[model]
+        say(f"{model}, {sizes.layers} layers")
+        for recipe in wanted.recipes:
+            chosen = wanted.of(recipe, device)
+            if not chosen:
+                continue
+            weights = [layer_weights(sizes.shape, recipe, device) for _ in range(sizes.layers)]
+            judged = _Judged(sizes, weights[0], device)
+            for experts, mode, batch in chosen:
+                name = f"{model} {experts} {recipe} {mode} batch {batch}"
+                if deadline is not None and monotonic() > deadline:
+                    missing.append(f"{name}: not begun within {time_limit:g} s")
+                    continue
+                try:
+                    row = _row(sizes, experts, recipe, weights, judged, mode, batch, device, effort)
+                except Exception as error:  # another library, a compiler or the driver may raise anything
+                    (failures if experts == "moe_ops" else missing).append(f"{name}: {one_line(error)}")
+                    say(f"{name}: {one_line(error)}")
+                    continue
+                finally:
+                    _clean()
+                rows.append(asdict(row))
+                peak = "-" if row.peak_mib is None else f"{row.peak_mib:.1f}"
+                head = f"{experts:12} {recipe:10} {mode:9} {batch:5} {row.us:10.1f} {row.tokens_per_s:10.1f}"
+                say(f"{head} {row.weights_mib:9.1f} {peak:>9}")
+            del weights, judged
+            _clean()
+    sizes_by_model = {model: asdict(MODELS[model]) for model in wanted.models}
+    return report.head | dict(sizes=sizes_by_model, rows=rows, missing=missing, failures=failures)
 
 
 def _row(
@@ -124,33 +162,51 @@ def _row(
     with torch.inference_mode():
         want = model(x, place).clone()
         run = lambda: step(x, place)  # noqa: E731
-        peak, timed = _timed(run, mode, device)
-        got = timed.result.clone()
+        timed = _timed(run, mode, device)
+        got = timed.steps.result.clone()
         if not relative_error(got, want) <= _SAME:
             raise AssertionError(f"{mode} differs from eager by {relative_error(got, want):.3f}")
-        us = timed.times(effort).us
-    return Row(experts, recipe, mode, batch, us, 1e6 * batch / us, held / _MIB, peak, error)
+        us = timed.steps.times(effort).us
+    way = (sizes.shape.name, experts, recipe, mode, batch)
+    return Row(*way, us, 1e6 * batch / us, held / _MIB, timed.cublas_mib, timed.peak_mib, error)
 
 
-def _timed(run: Callable[[], Tensor], mode: str, device: torch.device):
-    """(peak MiB of getting ready and one step, something with `result` and `times`)."""
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    for _ in range(3):  # compiles; reduce-overhead warms up and records
-        result = run()
-    if not cuda:
-        return None, recorded(run, device)
+class Timed(NamedTuple):
+    """Something that can be timed, and the MiB that it took: scratch that stays, and the most above it."""
+
+    steps: "Steps | Graph | Calls"
+    cublas_mib: float | None
+    peak_mib: float | None
+
+
+def _timed(run: Callable[[], Tensor], mode: str, device: torch.device) -> Timed:
+    if device.type != "cuda":
+        for _ in range(2):  # compiles
+            run()
+        return Timed(recorded(run, device), None, None)
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # else rows would share what the first of them took
+    torch.cuda.reset_peak_memory_stats()
+    before = _requested("current")
+    if mode == "graph":
+        capture_stream(device).warm_up(run)
+    else:
+        for _ in range(3):  # compiles; reduce-overhead warms up and records
+            run()
+    cublas = _requested("current") - before
     if mode == "graph":
         graph = Graph(run)
         graph.replay()  # a capture computes nothing
-        timed = Steps(graph.replay, graph.result)
+        steps = Steps(graph.replay, graph.result)
     else:
-        timed = Steps(run, result)
+        steps = Steps(run, run())
+    return Timed(steps, cublas / _MIB, (_requested("peak") - before - cublas) / _MIB)
+
+
+def _requested(what: str) -> int:
+    """Bytes that were asked for of torch's allocator: now, or at most since the last reset."""
     torch.cuda.synchronize()
-    return (torch.cuda.memory_stats()["requested_bytes.all.peak"] - before) / _MIB, timed
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"]
 
 
 class Steps:
@@ -228,14 +284,23 @@ def _clean() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 1 if a row of this package's own was wrong or did not run."""
     parser = argparse.ArgumentParser(prog="python -m moe_ops.bench.decode", description="Times decoding steps.")
-    parser.add_argument("--small", action="store_true", help="a tiny model, batch 4: for a CPU")
-    parser.add_argument("--batch", nargs="+", type=int, help="default: 1 8 64 256")
-    parser.add_argument("--json", dest="path", metavar="FILE", help="write the results, with card, date and versions")
+    add = parser.add_argument
+    add("--small", action="store_true", help="a tiny model, batch 4: for a CPU")
+    add("--model", nargs="+", choices=MODELS, help="default: qwen3-30b-a3b")
+    add("--batch", nargs="+", type=int, help="default: 1 8 64 256")
+    add("--recipe", nargs="+", choices=_BY_RECIPE, help="default: both")
+    add("--experts", nargs="+", choices=("moe_ops", *PEERS), help="default: all")
+    add("--mode", nargs="+", choices=MODES, help="of moe_ops; default: all that the device has")
+    add("--time-limit", type=float, metavar="SECONDS", help="begin no new row after so long")
+    add("--json", dest="path", metavar="FILE", help="write the results, with card, date and versions")
     chosen = parser.parse_args(arguments)
+    names = dict(models=chosen.model, batches=chosen.batch, recipes=chosen.recipe)
+    names |= dict(experts=chosen.experts, modes=chosen.mode)
+    given = {name: tuple(values) for name, values in names.items() if values}
     if chosen.small:
         torch.set_num_threads(1)  # tiny products: threads would wait for one another
-    sizes, batches = (SMALL, (4,)) if chosen.small else (QWEN3, BATCHES)
-    found = measure(sizes, tuple(chosen.batch or batches), QUICK if chosen.small else Effort())
+        given = dict(models=(SMALL.shape.name,), batches=(4,)) | given
+    found = measure(Rows(**given), QUICK if chosen.small else Effort(), time_limit=chosen.time_limit)
     if chosen.path:
         with open(chosen.path, "w") as file:
             json.dump(found, file, indent=1)

@@ -1,4 +1,4 @@
-"""A decoder shaped as Qwen3-30B-A3B, one token a sequence and step, with a static KV cache; its MoE is exchanged."""
+"""Decoders in sizes of known models: one token a sequence and step, a static KV cache, and MoEs that are exchanged."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_ops.bench.cases import Shape
+from moe_ops.bench.cases import SHAPES, Shape
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,17 @@ class Sizes:
     """Places of the KV cache. All are attended to: a step costs what the last one of a full cache does."""
 
 
-QWEN3 = Sizes(Shape("qwen3-30b-a3b", 128, 2048, 768, 8), 8, 32, 4, 128, 1024)
-SMALL = Sizes(Shape("tiny", 8, 256, 128, 2), 2, 4, 2, 64, 64)
+_QWEN3, _DEEPSEEK, _TINY = SHAPES
+SMALL = Sizes(_TINY, 2, 4, 2, 64, 64)
+# One rank of eight of DeepSeek-V3: an eighth of its experts, and grouped-query attention in the place of the latent
+# one, with about what such a rank holds of that: 33 of 37 million weights a layer, 512 of 576 cached values a token.
+# Without the shared expert, and without the exchange between ranks: all routes of a token stay here, so a batch of B is
+# the load of the experts when eight ranks bring B tokens each.
+MODELS = {
+    sizes.shape.name: sizes
+    for sizes in (Sizes(_QWEN3, 8, 32, 4, 128, 1024), Sizes(_DEEPSEEK, 4, 16, 2, 128, 1024), SMALL)
+}
+"""By the names of the shapes in cases.py."""
 
 
 class TorchRouted(nn.Module):
