@@ -9,10 +9,10 @@ import gc
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import monotonic, perf_counter
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -296,11 +296,12 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     names = dict(models=chosen.model, batches=chosen.batch, recipes=chosen.recipe)
     names |= dict(experts=chosen.experts, modes=chosen.mode)
-    given = {name: tuple(values) for name, values in names.items() if values}
+    given: dict[str, Any] = {name: tuple(values) for name, values in names.items() if values}
+    wanted = Rows()
     if chosen.small:
         torch.set_num_threads(1)  # tiny products: threads would wait for one another
-        given = dict(models=(SMALL.shape.name,), batches=(4,)) | given
-    found = measure(Rows(**given), QUICK if chosen.small else Effort(), time_limit=chosen.time_limit)
+        wanted = Rows(models=(SMALL.shape.name,), batches=(4,))
+    found = measure(replace(wanted, **given), QUICK if chosen.small else Effort(), time_limit=chosen.time_limit)
     if chosen.path:
         with open(chosen.path, "w") as file:
             json.dump(found, file, indent=1)

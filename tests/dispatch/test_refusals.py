@@ -67,6 +67,14 @@ def test_refusal_host_counts_in_what_is_captured(name):
         torch.compile(Layer(), fullgraph=True, backend="eager")(*tokens())
 
 
+@pytest.mark.parametrize("name", COUNTED)
+def test_refusal_host_counts_while_a_graph_is_captured(name, monkeypatch):
+    here = dispatch.create(name, setup_of(), Unreached())
+    monkeypatch.setattr("moe_ops.dispatch.base.capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="format must be one without host counts"):
+        here.dispatch(*tokens())
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "wrong, kind, words",
