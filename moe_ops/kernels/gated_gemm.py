@@ -125,9 +125,10 @@ def _gated_gemm_gathered_kernel(
     if valid <= 0:
         return
     slot = tl.arange(0, BLOCK_M)
-    row = tl.load(tiles_ptr + tiles + tile) + before + slot
     live = slot < valid
-    token = tl.load(row_token_ptr + row, mask=live, other=0)
+    # Behind the last row copies of it: one token for all would be read by every multiprocessor at once.
+    row = tl.load(tiles_ptr + tiles + tile) + before + tl.minimum(slot, valid - 1)
+    token = tl.load(row_token_ptr + row)
     column = block * _COLUMNS + tl.arange(0, _COLUMNS)
     gate_row = expert * 2 * I + block * _COLUMNS
     stride_xg = tl.cast(stride_xg, tl.int64)

@@ -44,7 +44,7 @@ def _grouped_gemm_gathered_kernel(
     w_scale_ptr, stride_se, stride_wg,
     tiles_ptr,
     out_ptr,
-    tiles, rows,
+    tiles,
     N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
@@ -63,8 +63,8 @@ def _grouped_gemm_gathered_kernel(
     valid = tl.load(tiles_ptr + 2 * tiles + tile) - before
     if valid <= 0:
         return
-    # Rows behind the tile's are read from the last row of all, which costs no mask in the loop, and never stored.
-    row = tl.minimum(tl.load(tiles_ptr + tiles + tile) + before + slot, rows - 1)
+    # Behind the tile's last row copies of it, which costs no mask in the loop, and which are never stored.
+    row = tl.load(tiles_ptr + tiles + tile) + before + tl.minimum(slot, valid - 1)
     column = block * _COLUMNS + tl.arange(0, _COLUMNS)
     w_row = expert * N + block * _COLUMNS
     stride_xg = tl.cast(stride_xg, tl.int64)
@@ -182,7 +182,7 @@ def _gathered(outputs, *, x, x_scale, tiles, w, w_scale, block_m, recipe) -> Non
     depth = 128 if row.quantised else 64
     _grouped_gemm_gathered_kernel[(count * how.parts * (N // 128),)](
         x, *scale_and_stride(x_scale, x), TensorDescriptor.from_tensor(w.view(-1, K), [128, depth]),
-        *weight_scale(row, w, w_scale), tiles, out, count, rows,
+        *weight_scale(row, w, w_scale), tiles, out, count,
         N=N, K=K, BLOCK_M=block_m // how.parts, BLOCK_K=depth, PARTS=how.parts, SWAP=how.swap, STAGES=how.stages,
         GROUP=how.group, KIND=kind, num_warps=how.warps, **pdl(x.device),
     )  # fmt: skip

@@ -79,7 +79,8 @@ def _bring(
             if GATED:
                 valid = gl.load(tiles_ptr + 2 * tiles + tile)
                 slot = gl.arange(0, _SIDE, layout=gl.SliceLayout(1, _GATHER))
-                token = gl.load(row_token_ptr + start + slot, mask=slot < valid, other=0)
+                # Behind the last row copies of it: one token for all would be read by every multiprocessor at once.
+                token = gl.load(row_token_ptr + start + gl.minimum(slot, valid - 1))
                 column = gl.arange(0, _SIDE, layout=gl.SliceLayout(0, _GATHER))
                 x_ptrs = x_ptr + gl.expand_dims(token.to(gl.int64) * K, 1) + gl.expand_dims(column, 0)
             for step in range(STEPS):
@@ -186,6 +187,8 @@ def _multiply(
                 if GATED:
                     I: gl.constexpr = N // 2
                     act = _gated(left, right, alpha, limit, FORM, HAS_LIMIT)
+                    if bias_ptr is not None:  # whose columns take registers: one value after the other
+                        act = _now(act)
                     scale, byte = _group_scale(gl.max(_finite_magnitude(act), 1), False, False)
                     q = _to_e4m3(_divided(act, gl.expand_dims(scale, 1), gl.expand_dims(byte, 1), False))
                     gl.store(out_scale_ptr + block * stride_og.to(gl.int64) + row, scale, mask=slot < valid)

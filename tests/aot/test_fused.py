@@ -20,6 +20,7 @@ from moe_ops.testing.fused_cases import FUSED_FORMS
 
 PLAIN = dict(activation="silu", swiglu_limit=None, gemm1_alpha=None, gemm1_clamp_limit=None)
 LONG = PLAIN | dict(gemm1_alpha=1.7, gemm1_clamp_limit=7.0)
+LIMITED = PLAIN | dict(swiglu_limit=7.0)
 PRODUCTS = {
     ("sm90", "bf16"): r"^wgmma.*\.f32\.bf16\.bf16$",
     ("sm90", "fp8_block"): r"^wgmma.*k32\.f32\.e4m3\.e4m3$",
@@ -105,7 +106,8 @@ def test_gathered(block_m, recipe, scale_format, arch):
 
 def test_hopper_has_kernels_of_its_own_for_many_rows():
     """Registers go from the warps that bring operands to those that multiply; products overlap with sums."""
-    for kernel in (gated("sm90", "fp8_block", "fp32", 128, PLAIN), grouped("sm90", "fp8_block", "fp32", 128)):
+    first = [gated("sm90", "fp8_block", "fp32", 128, formula) for formula in (PLAIN, LIMITED)]
+    for kernel in (*first, grouped("sm90", "fp8_block", "fp32", 128)):
         kernel.check(PRODUCTS["sm90", "fp8_block"])
         assert kernel.name == "_pipelined_kernel" and kernel.warps == 12
         assert "setmaxnreg.inc" in kernel.ptx and "cp.async.bulk.tensor" in kernel.ptx
