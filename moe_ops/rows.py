@@ -16,6 +16,10 @@ tokens themselves, read by number in the order of experts. direct: routes as the
 MASKED_ROWS = 16384
 """Rows of all slabs together up to which `auto` takes the masked layout: beyond, more memory than it saves time."""
 
+ROUTE_CHUNK = 512
+"""Routes that one program counts and places where there are many: few, so that there are programs for every
+multiprocessor."""
+
 FUSED = ("gathered", "direct")
 """Layouts whose GEMM1 ends with the activation. K and I must be multiples of BLOCK."""
 
@@ -66,5 +70,6 @@ def gathered_tiles(routes, E: int, block_m: int):
 
 
 def route_chunks(T, top_k: int):
-    """Pieces of at most 1024 routes in which long lists are counted: whole tokens, top_k rounded up to a power of 2."""
-    return ceil_div(T, max(1, 1024 // (1 << (top_k - 1).bit_length())))
+    """Pieces of at most ROUTE_CHUNK routes in which long lists are counted: whole tokens, top_k rounded up to a power
+    of 2."""
+    return ceil_div(T, max(1, ROUTE_CHUNK // (1 << (top_k - 1).bit_length())))

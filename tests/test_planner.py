@@ -122,7 +122,7 @@ def test_plan_prints_every_byte():
     for name in ("src2dst", "m_indices", "x_q", "x_scale", "gateup", "act_q", "act_scale", "down"):
         assert f"\n{name} " in text
     assert "36736x7168  float8_e4m3fn  7168,1" in text
-    assert "total 576.51 MiB | lower bound 576.51 MiB | without reuse 1122.49 MiB" in text
+    assert "total 576.51 MiB | lower bound 576.51 MiB | without reuse 1122.50 MiB" in text
     assert "layout=contiguous (as asked)" in text and all(stage in text for stage in STAGES)
 
 

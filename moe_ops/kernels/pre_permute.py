@@ -11,10 +11,11 @@ import triton.language as tl
 from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups
 from moe_ops.recipes import get_recipe
-from moe_ops.rows import BLOCK
+from moe_ops.rows import BLOCK, ROUTE_CHUNK
 
 _BLOCK = tl.constexpr(BLOCK)
-_CHUNK = 1024  # routes that a program holds at once
+_CHUNK = ROUTE_CHUNK
+_HELD = 1024  # routes that a program holds at once where it scans all
 _SCANNED = 4096  # up to here every expert's program scans all routes: in one launch
 
 
@@ -271,10 +272,11 @@ def _route(outputs, M, masked, *, topk_ids, num_local_experts, expert_start, **_
     T, top_k = topk_ids.shape
     E = num_local_experts
     KP, EP = triton.next_power_of_2(top_k), triton.next_power_of_2(E)
-    block = max(1, min(_CHUNK // KP, triton.next_power_of_2(max(T, 1))))
+    scanned = T * KP <= _SCANNED
+    block = max(1, min((_HELD if scanned else _CHUNK) // KP, triton.next_power_of_2(max(T, 1))))
     flags = dict(TOP_K=top_k, KP=KP, EP=EP, BLOCK_T=block) | pdl(topk_ids.device)
     ids = (topk_ids, *topk_ids.stride())
-    if T * KP <= _SCANNED:
+    if scanned:
         _route_kernel[(E,)](*ids, src2dst, rows, ends, T, M, E, expert_start, MASKED=masked, **flags)
         return
     chunks = triton.cdiv(T, block)

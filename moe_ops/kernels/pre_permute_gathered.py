@@ -11,8 +11,10 @@ from moe_ops.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl
 from moe_ops.kernels.numeric import pack_words, quantize_groups
 from moe_ops.kernels.pre_permute import sum_chunks
 from moe_ops.recipes import get_recipe
+from moe_ops.rows import ROUTE_CHUNK
 
-_CHUNK = 1024  # routes that a program holds at once
+_CHUNK = ROUTE_CHUNK
+_HELD = 2048  # routes that a program holds at once where it scans all
 _SCANNED = 8192  # up to here every expert's program scans all routes; longer lists are counted by chunks first
 
 
@@ -199,7 +201,7 @@ def pre_permute_gathered(
     dependent = pdl(hidden_states.device)
     first = dict(PDL=dependent["PDL"], num_warps=8 if K > 4096 else 4)  # plain: whoever wrote the inputs has finished
     if routes <= _SCANNED:
-        chunk = max(32, min(2 * _CHUNK, triton.next_power_of_2(max(routes, 1))))
+        chunk = max(32, min(_HELD, triton.next_power_of_2(max(routes, 1))))
         _sort_kernel[(E + T,)](
             *ids, src2dst, row_token, tiles, *tokens, routes, count, E, K, expert_start,
             BLOCK_M=block_m, CHUNK=chunk, **flags, **quantise, **first,
