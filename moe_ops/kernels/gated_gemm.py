@@ -85,7 +85,7 @@ GATED_TILES: dict[str, dict[str, dict[int, GatedTile]]] = {
         },
     },
 }
-GATED_TILES["sm100"]["bf16"] = GATED_TILES["sm90"]["bf16"]
+GATED_TILES["sm100"]["bf16"] = GATED_TILES["sm90"]["bf16"] | {128: _HALVES}  # situ has no registers for whole tiles
 # Less shared memory: three stages.
 GATED_TILES["sm120"] = GATED_TILES["sm90"] | {"bf16": GATED_TILES["sm90"]["bf16"] | {16: GatedTile(8, 3, True, _FEW)}}
 

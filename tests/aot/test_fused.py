@@ -21,6 +21,7 @@ from moe_ops.testing.fused_cases import FUSED_FORMS
 PLAIN = dict(activation="silu", swiglu_limit=None, gemm1_alpha=None, gemm1_clamp_limit=None)
 LONG = PLAIN | dict(gemm1_alpha=1.7, gemm1_clamp_limit=7.0)
 LIMITED = PLAIN | dict(swiglu_limit=7.0)
+SITU = PLAIN | dict(activation="situ", gemm1_alpha=4.0, gemm1_clamp_limit=25.0)
 PRODUCTS = {
     ("sm90", "bf16"): r"^wgmma.*\.f32\.bf16\.bf16$",
     ("sm90", "fp8_block"): r"^wgmma.*k32\.f32\.e4m3\.e4m3$",
@@ -102,6 +103,12 @@ def direct(arch, recipe, scale_format, K, I) -> tuple[Compiled, Compiled]:
 def test_gathered(block_m, recipe, scale_format, arch):
     gated(arch, recipe, scale_format, block_m, LONG).check(PRODUCTS[arch, recipe])
     grouped(arch, recipe, scale_format, block_m).check(PRODUCTS[arch, recipe])
+
+
+@each_arch
+@each_form
+def test_the_longest_formula_in_the_largest_tile(recipe, scale_format, arch):
+    gated(arch, recipe, scale_format, 128, SITU).check(PRODUCTS[arch, recipe])
 
 
 def test_hopper_has_kernels_of_its_own_for_many_rows():
