@@ -10,6 +10,8 @@ from moe_ops.kernels.split import add_up, choose_splits, partial
 
 _MOST_ROWS = 64
 """Of a tile: with the largest one there are few programs."""
+_MOST_ROWS_UNALIGNED = 16
+"""The same where rows are not multiples of 16 bytes: values are then loaded one by one, by a pointer each."""
 
 
 # The float32 product of one tile over one range of K. SWAP: see grouped_gemm. Grid (row tiles, column tiles, ranges).
@@ -50,7 +52,8 @@ def gemm_nt_bf16_fp32(outputs, *, x, w) -> None:
     """moe::gemm_nt_bf16_fp32."""
     (out,) = outputs
     (M, K), N = x.shape, len(w)
-    tile = choose_tile(arch.arch_of("gemm_nt_bf16_fp32", x.device), "bf16", min(M, _MOST_ROWS))
+    most = _MOST_ROWS if K % 8 == 0 else _MOST_ROWS_UNALIGNED
+    tile = choose_tile(arch.arch_of("gemm_nt_bf16_fp32", x.device), "bf16", min(M, most))
     tiles = (triton.cdiv(M, tile.rows), triton.cdiv(N, tile.columns))
     splits = choose_splits(tiles[0] * tiles[1], triton.cdiv(K, tile.depth))
     partials = partial(out, splits)

@@ -14,7 +14,6 @@ from moe_ops.recipes import get_recipe
 from moe_ops.rows import BLOCK, ROUTE_CHUNK
 
 _BLOCK = tl.constexpr(BLOCK)
-_CHUNK = ROUTE_CHUNK
 _HELD = 1024  # routes that a program holds at once where it scans all
 _SCANNED = 4096  # up to here every expert's program scans all routes: in one launch
 
@@ -273,7 +272,7 @@ def _route(outputs, M, masked, *, topk_ids, num_local_experts, expert_start, **_
     E = num_local_experts
     KP, EP = triton.next_power_of_2(top_k), triton.next_power_of_2(E)
     scanned = T * KP <= _SCANNED
-    block = max(1, min((_HELD if scanned else _CHUNK) // KP, triton.next_power_of_2(max(T, 1))))
+    block = max(1, min((_HELD if scanned else ROUTE_CHUNK) // KP, triton.next_power_of_2(max(T, 1))))
     flags = dict(TOP_K=top_k, KP=KP, EP=EP, BLOCK_T=block) | pdl(topk_ids.device)
     ids = (topk_ids, *topk_ids.stride())
     if scanned:

@@ -13,7 +13,6 @@ from moe_ops.kernels.pre_permute import sum_chunks
 from moe_ops.recipes import get_recipe
 from moe_ops.rows import ROUTE_CHUNK
 
-_CHUNK = ROUTE_CHUNK
 _HELD = 2048  # routes that a program holds at once where it scans all
 _SCANNED = 8192  # up to here every expert's program scans all routes; longer lists are counted by chunks first
 
@@ -207,12 +206,12 @@ def pre_permute_gathered(
             BLOCK_M=block_m, CHUNK=chunk, **flags, **quantise, **first,
         )  # fmt: skip
         return
-    chunks = triton.cdiv(routes, _CHUNK)
+    chunks = triton.cdiv(routes, ROUTE_CHUNK)
     counts, base = scratch.view(2, -1)
     _count_kernel[(chunks + T,)](
-        *ids, counts, *tokens, routes, chunks, E, K, expert_start, CHUNK=_CHUNK, **flags, **quantise, **first,
+        *ids, counts, *tokens, routes, chunks, E, K, expert_start, CHUNK=ROUTE_CHUNK, **flags, **quantise, **first,
     )  # fmt: skip
     _place_kernel[(chunks,)](
         *ids, counts, base, src2dst, row_token, tiles, routes, count, E, expert_start,
-        BLOCK_M=block_m, CHUNK=_CHUNK, BLOCK_C=max(1, 4096 // flags["EP"]), num_warps=8, **flags, **dependent,
+        BLOCK_M=block_m, CHUNK=ROUTE_CHUNK, BLOCK_C=max(1, 4096 // flags["EP"]), num_warps=8, **flags, **dependent,
     )  # fmt: skip

@@ -68,8 +68,10 @@ def test_ragged_sizes_compile_as_meant(arch):
     """No multiple of a tile's columns or depth, and a single row, column and group."""
     for form, K in (("fp8-fp32", 128), ("fp8-ue8m0", 128), ("mxfp8", 2080)):
         op, scale_format, products = QUANTISED[form]
-        for M, N in ((1, 1), (200, 130)):  # an N that is no multiple of 16 is stored value by value
-            compile_one(arch, products[arch], op, spilled=24, **quantised(op, scale_format, M, N, K))
+        for M, N in ((1, 1), (200, 130)):
+            # One column of a weight with packed scales: triton 3.7.1 runs out of registers there, 3.6.0 does not.
+            spilled = 20 if (arch, form, N) == ("sm100", "fp8-ue8m0", 1) else 0
+            compile_one(arch, products[arch], op, spilled=spilled, **quantised(op, scale_format, M, N, K))
     for M, N, K in ((1, 1, 16), (3, 130, 2064), (200, 130, 2064)):
         compile_one(arch, BF16[arch], GEMM_NT_BF16_FP32, x=meta(M, K), w=meta(N, K))
     fn = meta(1, 64, dtype=torch.float32)
@@ -78,8 +80,8 @@ def test_ragged_sizes_compile_as_meant(arch):
 
 @each_arch
 def test_a_k_that_is_loaded_value_by_value_compiles(arch):
-    for M in (1, 60):
-        compile_one(arch, BF16[arch], GEMM_NT_BF16_FP32, spilled=600, x=meta(M, 77), w=meta(256, 77))
+    for M, K in ((1, 77), (60, 77), (60, 7170)):
+        compile_one(arch, BF16[arch], GEMM_NT_BF16_FP32, x=meta(M, K), w=meta(256, K))
 
 
 @each_arch

@@ -7,17 +7,16 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import fused_deepgemm, plan
+from moe_ops import fused_deepgemm, plan, rows
 from moe_ops.kernels import gated_gemm as gated_kernels
 from moe_ops.kernels import grouped_gemm as gemm_kernels
 from moe_ops.kernels import pre_permute as permute_kernels
 from moe_ops.kernels import pre_permute_gathered as gathered_kernels
 from moe_ops.kernels.gated_gemm import GATED_TILES
 from moe_ops.kernels.grouped_gemm import TILES, kind_of
-from moe_ops.meta import pre_permute as permute_contract
 from moe_ops.prep import repack_weights
 from moe_ops.recipes import RECIPES
-from moe_ops.rows import FUSED, LAYOUTS, ceil_div
+from moe_ops.rows import FUSED, LAYOUTS
 from moe_ops.testing import FORMS, PATTERNS, LayerCase, assert_bits_equal, poisoned, relative_error
 from moe_ops.testing.fused_cases import FUSED_FORMS, fused_cases, gated_case
 from moe_ops.testing.kernel_cases import grouped_gemm_cases, pre_permute_cases
@@ -110,10 +109,6 @@ def test_every_gated_tile_multiplies_right(arch, kind, block_m):
         check_kernel(gated_case(form, block_m))
 
 
-def chunks_of_16(T, top_k):
-    return ceil_div(T, max(1, 16 // (1 << (top_k - 1).bit_length())))
-
-
 CHUNKED = [case for case in pre_permute_cases() if "-k3-" in case.name]
 CHUNKED += [case for case in fused_cases() if case.op == "pre_permute_gathered" and "-k3-" in case.name]
 
@@ -122,9 +117,9 @@ CHUNKED += [case for case in fused_cases() if case.op == "pre_permute_gathered" 
 def test_routing_in_chunks_gives_the_same_rows(case):
     """The form for many routes, on few: chunks of 16 routes, and counters for as many in the contract's scratch."""
     with (
-        mock.patch.object(permute_contract, "route_chunks", chunks_of_16),
-        mock.patch.multiple(permute_kernels, _CHUNK=16, _SCANNED=0),
-        mock.patch.multiple(gathered_kernels, _CHUNK=16, _SCANNED=0),
+        mock.patch.object(rows, "ROUTE_CHUNK", 16),
+        mock.patch.multiple(permute_kernels, ROUTE_CHUNK=16, _SCANNED=0),
+        mock.patch.multiple(gathered_kernels, ROUTE_CHUNK=16, _SCANNED=0),
     ):
         check_kernel(case)
 
