@@ -37,7 +37,8 @@ class GraphedDecode:
 
     The largest bucket is captured first, so that smaller ones find room in what it took. Results lie in memory of the
     graphs: the next call overwrites them. Capture after the last Workspace.grow(), and after moe_ops.warmup. Warm-ups
-    run on the stream that captures, so that the pool holds activations alone.
+    run on the stream that captures, so that the pool holds activations alone; cuBLAS's scratch is that of all captures
+    on the card, so two GraphedDecode are called one after another, not on two streams at once.
 
     Args:
         step: what is captured. It returns a tensor, or a nest of tensors, of `bucket` rows each.

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from time import monotonic, perf_counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -61,9 +62,10 @@ class Row:
     tokens_per_s: float
     weights_mib: float
     """Parameters and buffers of the model: weights, KV cache, arena."""
-    cublas_mib: float | None
-    """What warming up leaves allocated above them: scratch memory that torch keeps for cuBLAS on that stream, of a size
-    that does not depend on the model. None: not on a card."""
+    kept_mib: float | None
+    """What warming up leaves allocated above them: eager and captured, the scratch memory that torch keeps for cuBLAS
+    on that stream, of a size that does not depend on the model; compiled, what the compiled graphs keep. None: not on
+    a card."""
     peak_mib: float | None
     """What warming up, capturing and a step ask the allocator for above both, at any one time."""
     error: float
@@ -95,10 +97,12 @@ def measure(
     """Times the wanted ways to run the decoders. Returns the head (card, date, versions), sizes by model, rows, and
     what did not run: also what was not begun within time_limit seconds."""
     device = here()
-    deadline = None if time_limit is None else monotonic() + time_limit
+    limit = inf if time_limit is None else time_limit
+    deadline, late = monotonic() + limit, f"not begun within {limit:g} s"
     report = Report.of_this_machine(None, None, lambda _: None)
     say(" | ".join(f"{name} {value}" for name, value in report.head.items() if value is not None))
-    say(f"{'experts':12} {'recipe':10} {'mode':9} {'batch':>5} {'us':>10} {'tokens/s':>10} {'MiB':>9} {'peak MiB':>9}")
+    columns = f"{'us':>10} {'tokens/s':>10} {'MiB':>9} {'kept MiB':>9} {'peak MiB':>9}"
+    say(f"{'experts':12} {'recipe':10} {'mode':9} {'batch':>5} {columns}")
     rows: list[dict] = []
     missing: list[str] = []
     failures: list[str] = []
@@ -107,14 +111,17 @@ def measure(
         say(f"{model}, {sizes.layers} layers")
         for recipe in wanted.recipes:
             chosen = wanted.of(recipe, device)
+            if monotonic() > deadline:
+                missing += [f"{_name(model, recipe, *way)}: {late}" for way in chosen]
+                continue
             if not chosen:
                 continue
             weights = [layer_weights(sizes.shape, recipe, device) for _ in range(sizes.layers)]
             judged = _Judged(sizes, weights[0], device)
             for experts, mode, batch in chosen:
-                name = f"{model} {experts} {recipe} {mode} batch {batch}"
-                if deadline is not None and monotonic() > deadline:
-                    missing.append(f"{name}: not begun within {time_limit:g} s")
+                name = _name(model, recipe, experts, mode, batch)
+                if monotonic() > deadline:
+                    missing.append(f"{name}: {late}")
                     continue
                 try:
                     row = _row(sizes, experts, recipe, weights, judged, mode, batch, device, effort)
@@ -125,13 +132,17 @@ def measure(
                 finally:
                     _clean()
                 rows.append(asdict(row))
-                peak = "-" if row.peak_mib is None else f"{row.peak_mib:.1f}"
+                kept, peak = ("-" if mib is None else f"{mib:.1f}" for mib in (row.kept_mib, row.peak_mib))
                 head = f"{experts:12} {recipe:10} {mode:9} {batch:5} {row.us:10.1f} {row.tokens_per_s:10.1f}"
-                say(f"{head} {row.weights_mib:9.1f} {peak:>9}")
+                say(f"{head} {row.weights_mib:9.1f} {kept:>9} {peak:>9}")
             del weights, judged
             _clean()
     sizes_by_model = {model: asdict(MODELS[model]) for model in wanted.models}
     return report.head | dict(sizes=sizes_by_model, rows=rows, missing=missing, failures=failures)
+
+
+def _name(model: str, recipe: str, experts: str, mode: str, batch: int) -> str:
+    return f"{model} {experts} {recipe} {mode} batch {batch}"
 
 
 def _row(
@@ -168,14 +179,14 @@ def _row(
             raise AssertionError(f"{mode} differs from eager by {relative_error(got, want):.3f}")
         us = timed.steps.times(effort).us
     way = (sizes.shape.name, experts, recipe, mode, batch)
-    return Row(*way, us, 1e6 * batch / us, held / _MIB, timed.cublas_mib, timed.peak_mib, error)
+    return Row(*way, us, 1e6 * batch / us, held / _MIB, timed.kept_mib, timed.peak_mib, error)
 
 
 class Timed(NamedTuple):
-    """Something that can be timed, and the MiB that it took: scratch that stays, and the most above it."""
+    """Something that can be timed, and the MiB that it took: what stays, and the most above it."""
 
     steps: "Steps | Graph | Calls"
-    cublas_mib: float | None
+    kept_mib: float | None
     peak_mib: float | None
 
 
@@ -193,14 +204,14 @@ def _timed(run: Callable[[], Tensor], mode: str, device: torch.device) -> Timed:
     else:
         for _ in range(3):  # compiles; reduce-overhead warms up and records
             run()
-    cublas = _requested("current") - before
+    kept = _requested("current") - before
     if mode == "graph":
         graph = Graph(run)
         graph.replay()  # a capture computes nothing
         steps = Steps(graph.replay, graph.result)
     else:
         steps = Steps(run, run())
-    return Timed(steps, cublas / _MIB, (_requested("peak") - before - cublas) / _MIB)
+    return Timed(steps, kept / _MIB, (_requested("peak") - before - kept) / _MIB)
 
 
 def _requested(what: str) -> int:
@@ -298,10 +309,18 @@ def main(arguments: list[str] | None = None) -> int:
     names |= dict(experts=chosen.experts, modes=chosen.mode)
     given: dict[str, Any] = {name: tuple(values) for name, values in names.items() if values}
     wanted = Rows()
+    if chosen.small and chosen.model:
+        parser.error("--small is a model of its own: leave out --model")
     if chosen.small:
         torch.set_num_threads(1)  # tiny products: threads would wait for one another
         wanted = Rows(models=(SMALL.shape.name,), batches=(4,))
-    found = measure(replace(wanted, **given), QUICK if chosen.small else Effort(), time_limit=chosen.time_limit)
+    wanted = replace(wanted, **given)
+    if not any(wanted.of(recipe, here()) for recipe in wanted.recipes):
+        parser.error(
+            f"no such row on {here().type}: graphs need a card, others' experts run compiled alone, and of "
+            f"{', '.join(f'{name} {peer.recipe}' for name, peer in PEERS.items())}"
+        )
+    found = measure(wanted, QUICK if chosen.small else Effort(), time_limit=chosen.time_limit)
     if chosen.path:
         with open(chosen.path, "w") as file:
             json.dump(found, file, indent=1)

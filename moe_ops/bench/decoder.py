@@ -24,7 +24,8 @@ class Sizes:
     """Places of the KV cache. All are attended to: a step costs what the last one of a full cache does."""
 
 
-_QWEN3, _DEEPSEEK, _TINY = SHAPES
+_SHAPES = {shape.name: shape for shape in SHAPES}
+_QWEN3, _DEEPSEEK, _TINY = (_SHAPES[name] for name in ("qwen3-30b-a3b", "deepseek-v3-ep8", "tiny"))
 SMALL = Sizes(_TINY, 2, 4, 2, 64, 64)
 # One rank of eight of DeepSeek-V3: an eighth of its experts, and grouped-query attention in the place of the latent
 # one, with about what such a rank holds of that: 33 of 37 million weights a layer, 512 of 576 cached values a token.

@@ -26,7 +26,7 @@ def judged(weights):
 def test_bench_decode_times_a_step(weights):
     row = decode._row(SMALL, "moe_ops", "bf16", weights, judged(weights), "eager", 2, CPU, ONCE)
     assert row.tokens_per_s == pytest.approx(2e6 / row.us)
-    assert 0 < row.error <= 1e-2 and row.cublas_mib is None and row.peak_mib is None
+    assert 0 < row.error <= 1e-2 and row.kept_mib is None and row.peak_mib is None
 
 
 def test_bench_decode_does_not_time_a_wrong_layer(weights, monkeypatch):
@@ -56,7 +56,22 @@ def test_bench_decode_chooses_rows():
     assert decode.Rows(experts=("deepgemm",)).of("bf16", CPU) == []
 
 
-def test_bench_decode_begins_no_row_after_its_time(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("--small --mode graph", "no such row on cpu: graphs need a card"),
+        ("--small --experts deepgemm --recipe bf16", "compiled alone, and of grouped_mm bf16, deepgemm fp8_block"),
+        ("--small --model qwen3-30b-a3b", "leave out --model"),
+    ],
+)
+def test_bench_decode_refuses_what_has_no_row(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        decode.main(arguments.split())
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_bench_decode_begins_no_row_after_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "layer_weights", None)  # nor builds anything
     path = tmp_path / "found.json"
     arguments = ["--small", "--mode", "eager", "--recipe", "bf16", "--time-limit", "0", "--json", str(path)]
     assert decode.main(arguments) == 0

@@ -92,6 +92,18 @@ def test_graphs_write_to_nobodys_memory_after_torch_has_forgotten_the_scratch(mo
     assert requested("current") - before == cublas and torch.cuda.memory_reserved() == reserved  # the same again
 
 
+def test_a_capture_that_fails_leaves_the_stream(model):
+    stream, x = capture_stream(torch.device("cuda")), model.hidden(8)
+    stream.warm_up(lambda: model(x))
+    around = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        stream.capture(lambda: model(x).sum().item())
+    assert torch.cuda.current_stream() == around
+    graph, out = stream.capture(lambda: model(x))  # and the next one works
+    graph.replay()
+    assert_bits_equal(out, model(x))
+
+
 def test_bucket_after_bucket_asks_for_activations_alone(model):
     x = model.hidden(64)
     capture_stream(torch.device("cuda")).warm_up(lambda: model(x))
@@ -187,7 +199,7 @@ def test_first_call_in_a_capture_after_a_warm_up_compiles_nothing_of_deep_gemm(c
 
 
 def test_a_model_is_not_compiled_inside_a_capture(cold):
-    """torch may refuse before this package does. The process, and the compiled model, go on."""
+    """torch refuses. The process, and the compiled model, go on."""
     answer = cold(8, "compiled", "fp8_block", empty_caches=False)
-    assert "moe_ops.warmup" in answer["said"] or "during CUDA graph capture" in answer["said"]
+    assert "during CUDA graph capture" in answer["said"]
     assert max(answer["errors"]) <= 1e-2

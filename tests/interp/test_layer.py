@@ -104,7 +104,7 @@ GATED = [
 
 @pytest.mark.parametrize("arch, kind, block_m", GATED)
 def test_every_gated_tile_multiplies_right(arch, kind, block_m):
-    form = ("fp8_block", "ue8m0" if kind == "packed" else "fp32")
+    form = {"bf16": ("bf16", "none"), "block": ("fp8_block", "fp32"), "packed": ("fp8_block", "ue8m0")}[kind]
     with mock.patch.object(gated_kernels, "arch_of", lambda *_: arch):
         check_kernel(gated_case(form, block_m))
 
