@@ -26,6 +26,16 @@ def prepare(device: torch.device) -> None:
                 torch.cuda.current_blas_handle()
 
 
+def refuse_compilation(op: str, device: torch.device) -> None:
+    """RuntimeError where a graph for this device is traced inside a capture: what torch.compile does next, it copies,
+    measures and synchronises, a capture does not allow, and torch says of it only that."""
+    if device.type == "cuda" and capturing():
+        raise RuntimeError(
+            f"{op}: torch.compile must be over before a CUDA graph capture begins; got a call that is compiled inside "
+            "one. Run the compiled model once for each captured size first, after moe_ops.warmup."
+        )
+
+
 class CaptureStream:
     """One stream for all warm-ups and captures on a card.
 

@@ -13,6 +13,7 @@ import torch
 
 from moe_ops import check
 from moe_ops.backends import Kernels, pick
+from moe_ops.capture import refuse_compilation
 from moe_ops.spec import TensorSpec, pack
 from moe_ops.tracing import span
 
@@ -77,6 +78,7 @@ def define_op(name: str, schema: str, *, contract: Contract, kernels: Kernels, s
 
     def fake(*args, **kwargs):
         arguments = bind(args, kwargs)
+        refuse_compilation(f"moe::{name}", _device(arguments))
         specs = contract(**arguments)
         return _single(tuple(spec.empty(_device(arguments)) for spec in specs[: len(specs) - scratch]))
 
@@ -102,6 +104,7 @@ def define_ws(name: str, schema: str, run: Callable, *, contract: Contract | Non
 
     def fake(*args, **kwargs):
         arguments = bind(args, kwargs)
+        refuse_compilation(f"moe::{name}", _device(arguments))
         if contract is None:
             return None
         return _single(tuple(spec.empty(_device(arguments)) for spec in contract(**arguments)))

@@ -1,10 +1,12 @@
-"""Captures without a card: who goes on which stream, in what order. tests/gpu/test_capture.py captures."""
+"""Captures without a card: who goes on which stream, in what order, and what is refused. tests/gpu/test_capture.py
+captures."""
 
 import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_ops
 from moe_ops import capture
@@ -141,3 +143,21 @@ def test_capture_finds_what_it_needs_made_when_a_layer_is_built_or_moved(monkeyp
     assert seen == [torch.device("cpu")]
     torch.nn.Sequential(layer).to("meta")
     assert seen == [torch.device("cpu"), torch.device("meta")]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.ops.moe.topk(x, 2),
+        lambda x: torch.ops.moe.topk_ws(x.new_empty(4096, dtype=torch.uint8), x, 2),
+    ],
+    ids=["functional", "workspace"],
+)
+def test_capture_with_a_compilation_in_it_is_refused_in_words(call, monkeypatch):
+    with FakeTensorMode():
+        x, at_home = (torch.empty(4, K, dtype=torch.bfloat16, device=device) for device in ("cuda", "cpu"))
+        call(x)
+        monkeypatch.setattr(capture, "capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"moe::\w+: torch.compile must be over .*Run .* after moe_ops.warmup"):
+            call(x)
+        call(at_home)  # a capture is no concern of the CPU's

@@ -199,7 +199,7 @@ def test_first_call_in_a_capture_after_a_warm_up_compiles_nothing_of_deep_gemm(c
 
 
 def test_a_model_is_not_compiled_inside_a_capture(cold):
-    """torch refuses. The process, and the compiled model, go on."""
+    """The process, and the compiled model, go on."""
     answer = cold(8, "compiled", "fp8_block", empty_caches=False)
-    assert "during CUDA graph capture" in answer["said"]
+    assert "torch.compile must be over before a CUDA graph capture begins" in answer["said"]
     assert max(answer["errors"]) <= 1e-2
