@@ -1,5 +1,6 @@
 """CUDA graph captures: what must be there before one, and the stream that warm-ups and captures share."""
 
+import ctypes
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -52,6 +53,9 @@ class CaptureStream:
         with torch.cuda.device(device):
             self.stream = torch.cuda.Stream()
             self._scratch = torch.cuda.MemPool()
+        # One reference that nobody gives back, not even the interpreter at its end: where a capture has failed, torch
+        # 2.11 counts it as under way for good, and its destructor of a pool then ends the process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._scratch))
 
     def warm_up(self, run: Callable[[], object], times: int = 2) -> None:
         """Calls it on the stream, between what the current stream was given before and after. The first call compiles,

@@ -1,7 +1,9 @@
 """Captures without a card: who goes on which stream, in what order, and what is refused. tests/gpu/test_capture.py
 captures."""
 
+import gc
 import threading
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -104,6 +106,20 @@ def test_capture_that_fails_leaves_its_stream(card, monkeypatch):
     with pytest.raises(RuntimeError, match="previous error"):
         stream.capture(lambda: None)
     assert card == ["into stream 2", "out of stream 2"]
+
+
+def test_capture_scratch_is_never_destroyed(card, monkeypatch):
+    """Its destructor could end the process: see CaptureStream."""
+
+    class Pool:
+        pass
+
+    made = weakref.WeakSet()
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: made.add(pool := Pool()) or pool)
+    capture.capture_stream(torch.device("cuda"))
+    capture._of_card.cache_clear()
+    gc.collect()
+    assert len(made) == 1
 
 
 def test_capture_and_warm_up_of_two_threads_follow_each_other(card):

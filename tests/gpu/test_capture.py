@@ -104,6 +104,28 @@ def test_a_capture_that_fails_leaves_the_stream(model):
     assert_bits_equal(out, model(x))
 
 
+_FAILS = """
+import torch
+import moe_ops.capture
+from moe_ops.capture import capture_stream
+
+x = torch.ones(64, 64, device="cuda")
+stream = capture_stream(torch.device("cuda"))
+stream.warm_up(lambda: x @ x)
+try:
+    stream.capture(lambda: (x @ x).sum().item())
+except RuntimeError:
+    print(float((x @ x)[0, 0]))
+del stream
+moe_ops.capture._of_card.cache_clear()  # as the end of the interpreter may
+"""
+
+
+def test_a_process_whose_capture_failed_ends_well():
+    done = subprocess.run([sys.executable, "-c", _FAILS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "64.0\n", done.stderr
+
+
 def test_bucket_after_bucket_asks_for_activations_alone(model):
     x = model.hidden(64)
     capture_stream(torch.device("cuda")).warm_up(lambda: model(x))
