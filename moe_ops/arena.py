@@ -1,5 +1,6 @@
 """Workspace: one arena of scratch memory for all MoE layers of a model."""
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -22,7 +23,8 @@ class Workspace(nn.Module):
         layers: sizes of every layer that shares it (MoELayer.sizes), or one of them. Their T is not looked at.
         max_tokens: the most tokens of one call. More are refused, in words, or run in parts where the layer has
             max_workspace_bytes.
-        device: where.
+        device: where. On a card the arena is as long as that card's layouts need; elsewhere as long as any device's.
+        backends: those of the layers.
 
     Raises:
         ValueError: no layers, or no tokens.
@@ -30,8 +32,15 @@ class Workspace(nn.Module):
 
     arena: Tensor
 
-    def __init__(self, layers: Layer | Iterable[Layer], max_tokens: int, device: torch.device | str):
+    def __init__(
+        self,
+        layers: Layer | Iterable[Layer],
+        max_tokens: int,
+        device: torch.device | str,
+        backends: Iterable[str] = ("auto",),
+    ):
         super().__init__()
+        self._backends = tuple(dict.fromkeys(backends))
         self._layers = (layers,) if isinstance(layers, Layer) else tuple(dict.fromkeys(layers))
         check.value(len(self._layers) > 0, "Workspace", "layers", "at least one", 0, "Pass MoELayer.sizes.")
         self._outgrown: list[Tensor] = []
@@ -55,13 +64,26 @@ class Workspace(nn.Module):
         check.value(max_tokens >= 1, "Workspace", "max_tokens", "at least 1", max_tokens, "It counts tokens.")
         if max_tokens <= self.max_tokens:
             return
-        needed = max(int(workspace_bytes(replace(layer, T=max_tokens))) for layer in self._layers)
+        needed = self._needed(max_tokens)
         if needed > self.nbytes:
             arena = torch.empty(needed, dtype=torch.uint8, device=self.arena.device)  # if it fails, nothing has changed
             if self.nbytes:
                 self._outgrown.append(self.arena)
             self.arena = arena
         self.max_tokens = max_tokens
+
+    def _needed(self, max_tokens: int) -> int:
+        card = self.arena.device if self.arena.is_cuda else None
+        calls = itertools.product(self._layers, self._backends)
+        return max(int(workspace_bytes(replace(layer, T=max_tokens), backend, card)) for layer, backend in calls)
+
+    def _apply(self, fn, recurse=True):
+        """On another device other layouts are taken: the arena there has the length that they need."""
+        before = self.arena.device
+        super()._apply(fn, recurse)
+        if self.arena.device != before:
+            self.arena = self.arena.new_empty(self._needed(self.max_tokens))
+        return self
 
     def release(self) -> None:
         """Frees the outgrown arenas. Call it when no graph captured before the last grow() is replayed any more."""
@@ -95,7 +117,8 @@ def share_workspace(model: nn.Module | Iterable[nn.Module], max_tokens: int) -> 
     devices = {layer.w2.device for layer in layers}
     fix = "Call it once for the layers of each device."
     check.value(len(devices) == 1, op, "model", "on one device", sorted(map(str, devices)), fix)
-    workspace = Workspace([layer.sizes for layer in layers], max_tokens, devices.pop())
+    sizes, backends = [layer.sizes for layer in layers], [layer.experts.get("backend", "auto") for layer in layers]
+    workspace = Workspace(sizes, max_tokens, devices.pop(), backends)
     for layer in layers:
         layer.workspace = workspace
     return workspace

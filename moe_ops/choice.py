@@ -116,16 +116,29 @@ def candidates(layer: Layer, backend: str, device: torch.device | str) -> list[t
     return [(row, _why_not(row, layer, device)) for row in rows if backend in ("auto", row.backend)]
 
 
-def token_bounds(layer: Layer) -> dict[str, float]:
-    """Layout -> the most tokens for which `auto` may take it, whatever the device: what a workspace has to hold."""
-    repacked = FORMATS[layer.weight_format].repacked
-    bounds: dict[str, float] = {}
-    for name in arch.ARCHS:
-        for row in table(name, layer.recipe, repacked):
-            if _why_not_layout(row.layout, layer) is None:
-                most = ANY if row.rows == ANY else row.rows * layer.experts // layer.top_k
-                most = min(most, masked_tokens(layer.E)) if row.layout == "masked" else most
-                bounds[row.layout] = max(most, bounds.get(row.layout, 0))
+def token_bounds(
+    layer: Layer, backend: str = "auto", device: torch.device | str | None = None
+) -> dict[str, tuple[int, float]]:
+    """Layout -> (least, most) tokens for which layout="auto" may take it: what a workspace has to hold.
+
+    device: where the calls run; None: anywhere. Whether deep_gemm can run is left open: its rows of the table may be
+    taken or passed over. Triton's rows are always taken, so that none behind them with fewer rows an expert is.
+    """
+    backend = (env.backend() if backend == "auto" else None) or backend
+    bounds: dict[str, tuple[int, float]] = {}
+    for name in arch.ARCHS if device is None else (arch.arch_of("choose", device),):
+        taken = 0  # up to so many tokens by a row that is certain
+        for row, _ in candidates(replace(layer, T=0), backend, name):
+            most = ANY if row.rows == ANY else int(row.rows * layer.experts) // layer.top_k
+            if _why_not_layout(row.layout, layer) is not None or layer.K > row.K or most <= taken:
+                continue
+            certain = row.backend != "deep_gemm" and row.layout != "masked"
+            most = min(most, masked_tokens(layer.E)) if row.layout == "masked" else most
+            least, other = bounds.get(row.layout, (taken + 1, 0))
+            bounds[row.layout] = (min(least, taken + 1), max(most, other))
+            if most == ANY and certain:
+                break
+            taken = int(most) if certain else taken
     return bounds
 
 

@@ -26,7 +26,7 @@ def _forward(*, workspace, routed_scaling_factor, max_workspace_bytes, **argumen
     layer = Layer(**contract.fused_deepgemm(**arguments))
     given = SimpleNamespace(**arguments)
     if max_workspace_bytes is not None and not _fits(layer, max_workspace_bytes, workspace, given):
-        ws = _bounded(workspace, given.hidden_states, layer, max_workspace_bytes)
+        ws = _bounded(workspace, given, layer, max_workspace_bytes)
         rest = dict(routed_scaling_factor=routed_scaling_factor, max_workspace_bytes=max_workspace_bytes)
         given = {name: arguments[name] for name in (*TENSORS, *FORMULA)}
         sizes = dict(zip(TAIL, sizes_of(layer, arguments["backend"]), strict=True))
@@ -53,12 +53,17 @@ def _workspace(workspace: Tensor | None, hidden_states: Tensor, layer: Layer, ba
         choice = choose("fused_deepgemm", layer, backend, hidden_states.device)
         needed = plan_layer(layer, choice).total_bytes
     else:  # traced: the layout is decided when the graph runs, so there must be room for either
-        needed = workspace_bytes(layer)
+        needed = workspace_bytes(layer, backend, _graph_device(hidden_states))
     if workspace is None:
         return hidden_states.new_empty((needed,), dtype=torch.uint8)
     check.workspace("fused_deepgemm", workspace, needed, traced=True)
     check.same_device("fused_deepgemm", hidden_states.device, workspace=workspace)
     return workspace
+
+
+def _graph_device(hidden_states: Tensor) -> torch.device | None:
+    """The card for which a graph is traced. A graph of the CPU may be moved to any device."""
+    return hidden_states.device if hidden_states.is_cuda else None
 
 
 def _fits(layer: Layer, budget: int, workspace: Tensor | None, given: SimpleNamespace) -> bool:
@@ -70,13 +75,14 @@ def _fits(layer: Layer, budget: int, workspace: Tensor | None, given: SimpleName
     return needed <= budget and (workspace is None or needed <= workspace.numel())
 
 
-def _bounded(workspace: Tensor | None, hidden_states: Tensor, layer: Layer, budget: int) -> Tensor:
+def _bounded(workspace: Tensor | None, given: SimpleNamespace, layer: Layer, budget: int) -> Tensor:
     """The caller's arena, or a fresh one of no more than the budget."""
     fix = "Pass what moe_ops.plan(...) shows."
     check.value(budget > 0, "fused_deepgemm", "max_workspace_bytes", "positive", budget, fix)
+    hidden_states = given.hidden_states
     if workspace is None:
-        nbytes: Any = torch.sym_min(workspace_bytes(layer), budget)
-        return hidden_states.new_empty((nbytes,), dtype=torch.uint8)
+        nbytes: Any = workspace_bytes(layer, given.backend, _graph_device(hidden_states))
+        return hidden_states.new_empty((torch.sym_min(nbytes, budget),), dtype=torch.uint8)
     check.workspace("fused_deepgemm", workspace, 0, traced=True)
     check.same_device("fused_deepgemm", hidden_states.device, workspace=workspace)
     return workspace

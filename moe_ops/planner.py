@@ -23,19 +23,25 @@ from moe_ops.recipes import get_recipe
 from moe_ops.rows import LAYOUTS, ceil_div
 from moe_ops.sizes import Layer
 
+_MANY = 1 << 31
+"""More tokens than a call has."""
 
-def workspace_bytes(layer: Layer) -> Any:
-    """Bytes that are enough for every token count up to T, on any device. SymInt-safe.
 
-    `auto` counts each layout that choice.py may take, up to the tokens for which it may.
+def workspace_bytes(layer: Layer, backend: str = "auto", device: torch.device | str | None = None) -> Any:
+    """Bytes that are enough for every token count up to T, by this backend, on this device or, None, on any.
+    SymInt-safe.
+
+    `auto` counts each layout that choice.py may take, for the tokens for which it may.
     """
     if layer.layout != "auto":
         return _extent(largest_buffers_of(layer))
     needed = 0
-    for layout, most in token_bounds(layer).items():
+    for layout, (least, most) in token_bounds(layer, backend, device).items():
         tokens = layer.T if most == ANY else torch.sym_min(layer.T, int(most))
+        if least > 1:  # below, none: without a comparison, which would be a guard
+            tokens = torch.sym_min(tokens, torch.sym_max(layer.T - least + 1, 0) * _MANY)
         needed = torch.sym_max(needed, _extent(largest_buffers_of(layer.with_layout(layout, tokens))))
-    return torch.sym_max(needed, workspace_bytes(layer.as_fp8())) if layer.has_fp8 else needed
+    return torch.sym_max(needed, workspace_bytes(layer.as_fp8(), backend, device)) if layer.has_fp8 else needed
 
 
 def place(buffers: list[Buffer]) -> tuple[list[Buffer], int]:

@@ -1,6 +1,7 @@
 """The buffer plan: no live overlap, the lower bound, the closed form, and a table that can be read."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_ops
+from moe_ops import backends
 from moe_ops.arch import ARCHS
 from moe_ops.buffers import STAGES
-from moe_ops.choice import choose, layouts
+from moe_ops.choice import _choose, choose, layouts
 from moe_ops.planner import plan_layer, workspace_bytes
 from moe_ops.rows import BLOCK, LAYOUTS, align, contiguous_rows, masked_rows, masked_tokens
 from moe_ops.sizes import Layer
@@ -60,11 +62,25 @@ def test_plan_is_sound_and_optimal(layer, arch):
     assert plan.total_bytes <= plan.unplanned_bytes
 
 
-@settings(derandomize=True, deadline=None, max_examples=1500)
-@given(layers, st.integers(0, 600), st.sampled_from(ARCHS))
-def test_closed_form_covers_every_smaller_token_count(layer, fewer, arch):
+@settings(derandomize=True, deadline=None, max_examples=3000)
+@given(layers, st.integers(0, 600), st.sampled_from(ARCHS), st.sampled_from(backends.BACKENDS), st.booleans())
+def test_closed_form_covers_every_smaller_token_count(layer, fewer, arch, backend, with_deep_gemm):
     smaller = layer.with_layout(layer.layout, min(fewer, layer.T))
-    assert planned(smaller, arch).total_bytes <= workspace_bytes(layer)
+    _choose.cache_clear()
+    with mock.patch.object(backends, "why_not_grouped", lambda *_: None if with_deep_gemm else "It is missing."):
+        needed = plan_layer(smaller, choose("plan", smaller, backend, arch)).total_bytes
+    _choose.cache_clear()
+    assert needed <= workspace_bytes(layer, backend, arch) <= workspace_bytes(layer, backend)
+
+
+@pytest.mark.parametrize("recipe, scale_format", [("fp8_block", "fp32"), ("bf16", "none")])
+def test_closed_form_on_one_device_is_its_own_plan(recipe, scale_format):
+    """Where few tokens take few rows of scratch, those of other devices' layouts, which take many, are not counted."""
+    for T in (1, 8, 64, 256, 512):
+        layer = Layer(T, 8, 128, 2048, 768, recipe, scale_format)
+        largest = max(planned(layer.with_layout("auto", tokens), "sm90").total_bytes for tokens in range(1, T + 1))
+        assert largest <= workspace_bytes(layer, device="sm90") <= 1.01 * largest
+        assert workspace_bytes(layer, device="sm100") > 5 * largest
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked", "auto"])
@@ -78,15 +94,16 @@ def test_closed_form_of_a_traced_size_is_the_plan(recipe, scale_format, layout):
     T = env.create_symintnode(
         env.create_symbol(64, torch._dynamo.source.ConstantSource("T"), dynamic_dim=DimDynamic.DYNAMIC), hint=64
     )
-    traced = workspace_bytes(Layer(T, 2, 8, 256, 128, recipe, scale_format, layout))
-    assert not env.guards
-    expression, symbol = traced.node.expr, T.node.expr
-    for tokens in range(2, 700, 7):
-        closed = int(expression.subs(symbol, tokens))
-        totals = [
-            planned(Layer(tokens, 2, 8, 256, 128, recipe, scale_format, layout), arch).total_bytes for arch in ARCHS
-        ]
-        assert closed >= max(totals) if layout == "auto" else {closed} == set(totals)
+    for device in (None, *ARCHS):
+        traced = workspace_bytes(Layer(T, 2, 8, 256, 128, recipe, scale_format, layout), device=device)
+        assert not env.guards
+        expression, symbol = traced.node.expr, T.node.expr
+        for tokens in range(2, 700, 7):
+            closed = int(expression.subs(symbol, tokens))
+            layer = Layer(tokens, 2, 8, 256, 128, recipe, scale_format, layout)
+            assert closed == workspace_bytes(layer, device=device)
+            totals = [planned(layer, arch).total_bytes for arch in (ARCHS if device is None else (device,))]
+            assert closed >= max(totals) if layout == "auto" else {closed} == set(totals)
 
 
 def test_contiguous_rows_is_the_worst_case():

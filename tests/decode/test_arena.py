@@ -1,13 +1,16 @@
 """Workspace: one arena for the layers of a model."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import moe_ops
-from moe_ops.testing import assert_bits_equal
+from moe_ops import choice, forward
+from moe_ops.planner import workspace_bytes
+from moe_ops.testing import assert_bits_equal, relative_error
 
 E, K, I = 8, 256, 128
 
@@ -54,6 +57,27 @@ def test_workspace_is_as_long_as_the_largest_plan():
     sizes = dict(T=300, E=E, K=K, I=I, top_k=2)
     plans = [moe_ops.plan(**sizes, recipe=recipe).workspace_bytes for recipe in ("fp8_block", "bf16", "mxfp4")]
     assert workspace.nbytes == max(plans)
+
+
+def test_workspace_on_another_device_is_as_long_as_its_layouts_need(monkeypatch):
+    shared = model()
+    workspace = moe_ops.share_workspace(shared, max_tokens=8)
+    workspace.grow(300)
+    asked = []
+    monkeypatch.setattr("moe_ops.arena.workspace_bytes", lambda layer, *_: asked.append(layer.T) or 1024)
+    shared.half()
+    assert not asked and workspace.nbytes != 1024
+    shared.to("meta")
+    assert asked == 3 * [300]  # once for each layer, not again for each module that holds it
+    assert workspace.nbytes == 1024 and workspace.arena.is_meta
+
+
+@pytest.mark.parametrize("backends", [("triton",), ("auto", "deep_gemm")])
+def test_workspace_is_sized_for_the_backends_of_its_layers(backends, monkeypatch):
+    asked = set()
+    monkeypatch.setattr("moe_ops.arena.workspace_bytes", lambda layer, backend, card: asked.add((backend, card)) or 1)
+    moe_ops.share_workspace(nn.ModuleList([layer("bf16", backend=backend) for backend in backends]), max_tokens=8)
+    assert asked == {(backend, None) for backend in backends}
 
 
 def test_workspace_is_no_part_of_a_state_dict():
@@ -128,3 +152,33 @@ def test_workspace_compiles_to_one_graph_for_every_token_count():
             assert_bits_equal(compiled(x), shared(x), f"T={T}")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [False, True], ids=["own_memory", "one_arena"])
+def test_workspace_of_one_device_compiles_to_one_graph(shared, monkeypatch):
+    """As on a card, with layouts that follow one another as tokens grow: each is counted for its own tokens alone."""
+    rows = ((0.25, "direct"), (32, "gathered"), (choice.ANY, "contiguous"))
+    table = tuple(choice.Choice(most, layout, "reference") for most, layout in rows)
+    monkeypatch.setattr(choice, "_REFERENCE", table)
+    monkeypatch.setattr(forward, "_graph_device", lambda tensor: tensor.device)
+    monkeypatch.setattr(moe_ops.Workspace, "_needed", _needed_here)
+    choice._choose.cache_clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = Stack([layer("fp8_block"), layer("bf16")])
+    if shared:
+        assert moe_ops.share_workspace(model, max_tokens=1024).nbytes == _needed_here(model.layers[0].workspace, 1024)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    try:
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            for T in (2, 3, 8, 128, 129, 130, 1024):
+                x = hidden(T)
+                assert relative_error(compiled(x), model(x)) <= 2e-2, T
+    finally:
+        choice._choose.cache_clear()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def _needed_here(workspace, max_tokens):
+    return max(workspace_bytes(replace(sizes, T=max_tokens), device="cpu") for sizes in workspace._layers)
