@@ -48,11 +48,17 @@ def _forward(*, workspace, routed_scaling_factor, max_workspace_bytes, **argumen
 
 
 def _workspace(workspace: Tensor | None, hidden_states: Tensor, layer: Layer, backend: str) -> Tensor:
-    """The caller's arena if there is one, else a fresh one. Stages check it again, its address included."""
+    """The caller's arena if there is one, else a fresh one. Stages check it again, its address included.
+
+    Traced, the layout is decided when the graph runs. A fresh arena then has room for any; a caller's is left to the
+    stages: compared with a formula of T here, its length would be a guard, and such guards, when torch takes the graph
+    from its cache, hold for few T.
+    """
+    needed: Any = 0
     if isinstance(layer.T, int):
         choice = choose("fused_deepgemm", layer, backend, hidden_states.device)
         needed = plan_layer(layer, choice).total_bytes
-    else:  # traced: the layout is decided when the graph runs, so there must be room for either
+    elif workspace is None:
         needed = workspace_bytes(layer, backend, _graph_device(hidden_states))
     if workspace is None:
         return hidden_states.new_empty((needed,), dtype=torch.uint8)

@@ -1,7 +1,12 @@
 """Workspace: one arena for the layers of a model."""
 
 import copy
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from moe_ops import choice, forward
 from moe_ops.planner import workspace_bytes
 from moe_ops.testing import assert_bits_equal, relative_error
 
+ROOT = Path(__file__).parent.parent.parent
 E, K, I = 8, 256, 128
 
 
@@ -182,3 +188,36 @@ def test_workspace_of_one_device_compiles_to_one_graph(shared, monkeypatch):
 
 def _needed_here(workspace, max_tokens):
     return max(workspace_bytes(replace(sizes, T=max_tokens), device="cpu") for sizes in workspace._layers)
+
+
+_AGAIN = """
+import torch
+from tests.decode.test_arena import hidden, model
+import moe_ops
+
+torch.manual_seed(0)
+shared = model()
+moe_ops.share_workspace(shared, max_tokens=1024)
+compiled = torch.compile(shared, fullgraph=True, dynamic=True)
+with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+    for T in (2, 3, 8, 129, 1024):
+        assert moe_ops.testing.relative_error(compiled(hidden(T)), shared(hidden(T))) <= 9, T
+    try:
+        compiled(hidden(4000))
+    except ValueError as error:
+        print(error)
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_workspace_in_a_graph_from_torchs_cache_is_still_one_for_every_token_count(tmp_path):
+    """torch evaluates a cached graph's guards anew: one with a minimum in it would hold for few token counts."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for hits in (0, 1):
+        command = [sys.executable, "-c", _AGAIN]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        refused, cached = done.stdout.splitlines()
+        assert re.match(r"pre_permute_ws: workspace must be at least \d+ bytes; got \d+\.", refused)
+        assert int(cached) == hits
