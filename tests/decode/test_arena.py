@@ -201,7 +201,8 @@ moe_ops.share_workspace(shared, max_tokens=1024)
 compiled = torch.compile(shared, fullgraph=True, dynamic=True)
 with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
     for T in (2, 3, 8, 129, 1024):
-        assert moe_ops.testing.relative_error(compiled(hidden(T)), shared(hidden(T))) <= 9, T
+        x = hidden(T)
+        assert moe_ops.testing.relative_error(compiled(x), shared(x)) <= 5e-2, T
     try:
         compiled(hidden(4000))
     except ValueError as error:
